@@ -66,10 +66,7 @@ class Check(NamedTuple):
 
 
 def json_values(value: Any, of: tuple[str, str], raises: Raises) -> dict[str, Any]:
-    """Return a copy of a dict in which all values have JSON types, as if it had been read from a file.
-
-    `of` is the name of the dict in error messages, with an example.
-    """
+    """Return a copy of a dict in which all values have JSON types; `of` is its name in error messages, with an example."""
     try:
         copied = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -149,10 +146,7 @@ def object_parts(
 
 
 def read_json(path: PathText, what: str, error: Raises, *, hint: str = "", name: str = "", most_bytes: int = MOST_BYTES) -> Any:
-    """Read a JSON file and return its value; raise `error` if the file cannot be read, is too large, or is not JSON.
-
-    `hint` is appended to the message about a file that is not JSON. `name` replaces the path in messages.
-    """
+    """Return the value of a JSON file, or raise `error`; `hint` is for a file that is not JSON, `name` replaces the path."""
     data = read_bytes(path, what, error, name=name, most_bytes=most_bytes)
     return parse_json(data, what, error, hint=hint, name=name or str(path))
 
@@ -235,7 +229,6 @@ def _remove_stale(folder: Path) -> None:
 
 
 def _link_target(path: PathText, error: Raises) -> Path:
-    """Return the file that `path` names, all symbolic links followed."""
     try:
         return Path(os.path.realpath(path))
     except ValueError as reason:  # a zero byte or a lone surrogate in the path
@@ -307,9 +300,7 @@ class _Refused(Exception):
 
 
 def read_dataclass(kind: Any, value: Any, where: str, error: Raises = ReportError) -> Any:
-    """Return a JSON value converted to the type `kind`, such as a dataclass; `error` is raised with the path of the first wrong
-    value.
-    """
+    """Return a JSON value converted to the type `kind`, such as a dataclass; `error` has the path of the first wrong value."""
     try:
         return _read_object(kind, value, where) if is_dataclass(kind) else _reader(kind)(value, where)
     except _Refused as reason:
@@ -328,7 +319,6 @@ Reader = Callable[[Any, str], Any]  # (value, path) -> the value converted, or _
 
 @lru_cache(maxsize=256)
 def _reader(kind: Any) -> Reader:
-    """Return the function that converts JSON values to the type `kind`."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind in PLAIN or origin is Annotated:
         return partial(_checked, PLAIN[kind] if kind in PLAIN else inner[1])

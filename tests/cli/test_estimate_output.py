@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("typer")
 
-from paredown.cli.estimate_output import SEGMENTS, WIDTH, EstimateRow, bars, verdict
+from paredown.cli.estimate_output import WIDTH, EstimateRow, bars, verdict
 from tests.cli.commands import CONTROL, ask, asked_json, on_terminal
 
 GIB = 2**30
@@ -88,12 +88,6 @@ def test_bars_and_legend_fit_into_columns(in_colour: bool) -> None:
     assert len(lines) == 3, "one line where there is room"
     narrow = bars(rows, 12 * GIB, in_colour=False, columns=60)[0]
     assert narrow.count("W") + narrow.count("A") + narrow.count("I") + narrow.count("T") == 60 - len("baseline") - 16
-
-
-def test_every_role_has_a_segment() -> None:
-    from paredown.roles import Role
-
-    assert sorted(key for part in SEGMENTS for key in part.keys) == sorted([*(role.value for role in Role), "workspace"])
 
 
 @pytest.mark.parametrize("words", [("net.py:both", "--device", "cpu"), ("resnet18", "--device", "cuda")])
@@ -175,14 +169,3 @@ def test_what_a_plan_cannot_pack_has_a_reason(folder: Path, model: str, plan: st
 def test_a_plan_that_packs_all_it_names_has_no_reasons(folder: Path) -> None:
     _, out, _ = ask("estimate", "net.py:both", "--device", "cpu", "--plan", "baseline", "--plan", "lpmm")
     assert "Not packed" not in out
-
-
-def test_modules_are_grouped_where_the_bytes_are(folder: Path) -> None:
-    deep = asked_json("estimate", "gpt#num_layers=12,dim=16", "--device", "cpu", "--plan", "baseline")["plans"][0]
-    groups, total = deep["at_peak_by_module"], deep["peak_bytes"] - deep["workspace_bytes"]
-    assert 2 * max(groups.values()) <= total == sum(groups.values())
-    assert any(name.startswith("layers.*.") for name in groups)
-    flat = asked_json("estimate", "gpt", "--device", "cpu", "--plan", "baseline", "--depth", "2")["plans"][0]["at_peak_by_module"]
-    assert "layers.0" in flat and "layers.1" in flat, "a depth that is given leaves layers apart"
-    short = asked_json("estimate", "net.py:both", "--device", "cpu", "--plan", "baseline")["plans"][0]["at_peak_by_module"]
-    assert {"0", "1", "2"} <= set(short), "the modules of a short Sequential stay apart"

@@ -7,18 +7,16 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 
 pytest.importorskip("typer")
 
 import typer
-from typer.testing import CliRunner
 
 from paredown.cli import app
-from paredown.cli.application import Exit, verb
+from paredown.cli.application import Exit
 from tests.cli.commands import CONTROL, ROOT, ask, environment
 
 VERBS = {
@@ -75,38 +73,6 @@ def test_an_option_stands_once_in_a_verb(name: str) -> None:
     options = FOUND[name].params
     texts = [text for option in options for text in (*option.opts, *option.secondary_opts)]
     assert len(set(texts)) == len(texts) and len({option.name for option in options}) == len(options)
-
-
-@dataclass(frozen=True)
-class Inner:
-    """Options of several verbs, and a field without one."""
-
-    size: Annotated[int, typer.Option()] = 3
-    computed: str = "none"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outer:
-    """The request of a verb."""
-
-    name: Annotated[str, typer.Argument()]
-    inner: Inner
-    is_json: Annotated[bool, typer.Option("--json")] = False
-
-
-def test_a_dataclass_stands_for_the_options_that_are_its_fields() -> None:
-    made: list[Outer] = []
-    application = typer.Typer()
-
-    def run(request: Outer) -> None:
-        """Help."""
-        made.append(request)
-
-    verb(application, "run")(run)
-    for words in (["a"], ["b", "--size", "4", "--json"]):
-        assert CliRunner().invoke(application, words).exit_code == 0
-    assert made == [Outer(name="a", inner=Inner()), Outer(name="b", inner=Inner(4), is_json=True)]
-    assert CliRunner().invoke(application, ["a", "--computed", "x"]).exit_code == 2, "it is no option"
 
 
 @pytest.mark.parametrize("name", sorted(VERBS))

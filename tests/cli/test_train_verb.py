@@ -152,8 +152,8 @@ def test_a_package_that_weights_need_is_asked_for_before_anything_runs(folder: P
         (("demo",), "paredown.study.tasks.paired_training.load_loops", False),
         (("pick", MLP), "paredown.study.pick.pick.pick", False),
         (("pick", MLP, "--store", "t.db"), "paredown.study.pick.pick.pick", True),
-        (("sweep", "run", "s.toml"), "paredown.cli.sweep_verbs.work_on", True),
-        (("worker", "--store", "s.db", "--stay"), "paredown.cli.sweep_verbs.work_on", True),
+        (("sweep", "run", "s.toml"), "paredown.study.sweeps.worker.work", True),
+        (("worker", "--store", "s.db", "--stay"), "paredown.study.sweeps.worker.work", True),
     ],
 )
 def test_an_interruption_speaks_of_a_store_only_where_there_is_one(

@@ -7,17 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import typer
 from torch import nn
 
-from paredown import Plan, apply
-from paredown.cli.budget import gpu_budget
 from paredown.cli.subject import SubjectOptions, find_subject
 from paredown.errors import TaskError
 from paredown.integrations.hugging_face_config import check_counts
 from paredown.models.lora import add_lora
-from paredown.study.papers.peppp_cross_validation import HeldOutTask
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
 
@@ -51,16 +46,6 @@ def test_configs_of_diffusers_are_named(tmp_path: Path) -> None:
         find_subject(written(tmp_path, {"_class_name": "UNet2DConditionModel", "sample_size": 64}), SubjectOptions())
 
 
-@pytest.mark.parametrize("text", ["RTX 3090 Ti", "L40", "RTX 6000 Ada", "AMD Instinct MI300X", "B200", "NVIDIA B300"])
-def test_cards_are_known(text: str) -> None:
-    assert int(gpu_budget(text).size) > 22 * 2**30
-
-
-def test_other_cards_are_a_sentence() -> None:
-    with pytest.raises(typer.BadParameter, match=r"GPU 'voodoo 2' is unknown: allowed are .*mi300x.*--budget takes any size"):
-        gpu_budget("voodoo 2")
-
-
 def test_one_unknown_target_of_several_is_named() -> None:
     model = nn.Sequential()
     model.add_module("q_proj", nn.Linear(4, 4))
@@ -74,21 +59,3 @@ def test_a_model_instead_of_a_function(tmp_path: Path) -> None:
     path.write_text("from torch import nn\nnet = nn.Linear(3, 3)\n")
     with pytest.raises(TaskError, match="net is a model, not a function: write `def step"):
         find_subject(f"{path}:net", SubjectOptions(input="3"))
-
-
-def test_a_picker_without_a_count_is_named() -> None:
-    class Known:
-        errors, feasible = torch.zeros(3).numpy(), [0, 1, 2]
-
-    task: Any = HeldOutTask(Known(), Known())  # type: ignore[arg-type]
-    with pytest.raises(TaskError, match=r"has no prediction after 5 measurements, but after \[\]; the task has 3"):
-        task.judge(lambda known, measure, counts: {}, [5])
-
-
-def test_tables_of_many_values_are_short_in_counts() -> None:
-    text = "[" + " ".join(str(k) for k in range(-99, 100)) + "]"
-    model = nn.Linear(4, 4)
-    with apply(Plan.uniform(activation=text), model, mode="simulate") as session:
-        model(torch.randn(2, 4))
-        table = str(session.counts)
-    assert "[199 values from -99 to 99]" in table and max(map(len, table.splitlines())) < 160

@@ -6,7 +6,6 @@ One file, since importing TRL takes seconds. Nothing is downloaded: the tokenize
 from __future__ import annotations
 
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor
 import paredown as pare
 from paredown.errors import ApplyError, BudgetError, OptimError
 from tests.support.memory import peak_bytes, saved_bytes
-from tests.support.scripts import ROOT, run_script
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -408,27 +406,3 @@ def test_out_of_memory_in_train_is_explained_without_a_context(kind: str, tmp_pa
     )
     callback.close()
     assert all(p.untyped_storage().nbytes() for p in trainer.model.parameters())
-
-
-def test_other_errors_of_train_have_no_note(tmp_path: Path) -> None:
-    trainer = trainer_in(tmp_path)
-    callback = attach(trainer, pare.Plan.preset("frozen8"))
-    raise_in(trainer.model.base_model.model.model.layers[1], RuntimeError("a shape is wrong"))
-    with pytest.raises(RuntimeError, match="a shape is wrong") as caught:
-        trainer.train()
-    assert not hasattr(caught.value, "__notes__")
-    callback.close()
-
-
-# --- the example and its page ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_example_trains_within_its_budget_and_is_what_its_page_shows(tmp_path: Path) -> None:
-    ran = run_script(ROOT / "examples" / "sft.py", cwd=tmp_path)
-    assert ran.status == 0, ran.err
-    assert re.search(r"^plan: method role under .*parameters, which are frozen; peak .* instead of ", ran.out, re.MULTILINE)
-    assert re.search(r"^step 5: loss [\d.]+, weights [\d.]+ MiB$", ran.out, re.MULTILINE)
-    assert ran.out.endswith("PEFT alone loads the same adapters\n")
-    example = (ROOT / "examples" / "sft.py").read_text()
-    shown = re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs" / "how_to" / "trl.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert shown and all(line.strip() in example for block in shown for line in block.splitlines())

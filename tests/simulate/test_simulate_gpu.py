@@ -16,9 +16,8 @@ from paredown import Plan, Role, apply
 from paredown.codec import backend
 from paredown.errors import ApplyError
 from paredown.simulate import rounded_slots
-from paredown.simulate.forward_calls import ForwardOperation
 from paredown.simulate.rounded_slots import RoundedSlot, RoundedSlots
-from paredown.simulate.rounded_values import Precision, Simulate, are_narrow
+from paredown.simulate.rounded_values import Precision, Simulate
 from paredown.study.papers.mixed_precision_assignments import high_plan
 from tests.session.nets import pictures
 from tests.simulate.rounded_nets import BACKWARD, FORWARD, HIGH, Forked, Roundings, forked_step, paper_plan, step
@@ -290,17 +289,6 @@ def place_of(text: str | None, raised: str | None) -> list[RoundedSlot | None]:
     return [made.of(("x",), Role.ACTIVATION)]
 
 
-@pytest.mark.parametrize(
-    ("text", "raised", "is_narrow"),
-    [
-        *(("e4m3b11f", None, True), ("e6m9f", None, True), ("e5m10", None, True), ("e8m11f", None, False), (None, None, False)),
-        *(("e4m3b11f", "e6m9f", True), ("e4m3b11f", "fp32", False), ("int8", None, True), ("int16", None, False)),
-    ],
-)
-def test_at_most_ten_mantissa_bits_are_narrow(text: str | None, raised: str | None, is_narrow: bool) -> None:
-    assert are_narrow(place_of(text, raised)) is is_narrow
-
-
 def switches() -> tuple[Any, ...]:
     return torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
 
@@ -326,7 +314,3 @@ def test_switches_go_back_to_what_they_were(allowed: bool) -> None:
         torch.backends.cuda.matmul.allow_tf32 = default
         for switch, text in zip((torch.backends.cuda.matmul, torch.backends.cudnn.conv), first, strict=True):
             switch.fp32_precision = text
-
-
-def test_outputs_after_the_first_are_numbered() -> None:
-    assert ForwardOperation("a:", "conv", [], [], 0).output_name(2) == "a:output2"

@@ -213,10 +213,7 @@ class GuardState:
     refused_until: dict[str, int] = field(default_factory=dict[str, int])
 
     def begin(self, optimizer: str) -> bool:
-        """Count a call of `optimizer.step()`, and return whether a new training step begins with it.
-
-        If a model has several optimizers, a new step begins with the first one that has already run in the current step.
-        """
+        """Count a call of `optimizer.step()`; return whether a training step begins: with the first optimizer that already ran in it."""
         is_new = not self.done or optimizer in self.done
         self.steps += is_new
         self.done = [optimizer] if is_new else [*self.done, optimizer]
@@ -242,10 +239,7 @@ class GuardState:
                 self.looks[name] = signal if before is None else SlotSignal(_mixed(before.error, signal.error), before.largest)
 
     def forget(self, name: str, *, held_until: int | None) -> None:
-        """Drop the measurements of a slot because it now has another format.
-
-        `held_until`: the step until which the slot must not be lowered again; None if it may be.
-        """
+        """Drop the measurements of a slot that has a new format, and do not lower it before the step `held_until`, if given."""
         self.looks.pop(name, None)
         if held_until is not None:
             self.held_until[name] = held_until

@@ -94,10 +94,7 @@ class GuardRunner(SessionGuard):
         return RepairTerms(self.guard.trace, self.budget_bytes, self.sensitivities, self._levels)
 
     def passes_over(self) -> bool:
-        """Return whether the forward pass that begins belongs to a probe, in which the session packs nothing.
-
-        Raises ApplyError while a CUDA graph is captured.
-        """
+        """Return whether the forward pass that begins is of a probe, which packs nothing; ApplyError while a graph is captured."""
         if is_capturing():
             raise ApplyError(
                 "a CUDA graph is being captured, but the guard of this session reads measured errors on the host before each optimizer "
@@ -135,11 +132,7 @@ class GuardRunner(SessionGuard):
             self._probe_within_budget()
 
     def _takes(self, taken: OptimizerSteps, norm: float, measured: Mapping[str, SlotSignal], *, is_new: bool) -> bool:
-        """Return whether the optimizer step may run; repair the plan first if rounding errors are too large.
-
-        `taken`: statistics of the optimizer's previous steps. `norm`: of its gradients. `measured`: rounding errors by slot. `is_new`: a
-        training step begins.
-        """
+        """Return whether the optimizer step may run; repair the plan first if rounding errors (`measured`) are too large."""
         memory, signals = self.memory, self.signals
         alarm = self._alarm(taken, norm)
         wrong = self._wrong(measured)
@@ -168,7 +161,6 @@ class GuardRunner(SessionGuard):
         return ""
 
     def _wrong(self, measured: Mapping[str, SlotSignal]) -> dict[str, str]:
-        """Return the slots whose rounding errors exceed their limits, the largest error first, each with the reason."""
         wrong: dict[str, tuple[float, str]] = {}
         limits = self.guard.limits
         for name, signal in measured.items():
@@ -189,10 +181,7 @@ class GuardRunner(SessionGuard):
         return {name: why for name, (_, why) in sorted(wrong.items(), key=lambda row: (-row[1][0], row[0]))}
 
     def _growth(self, name: str) -> float:
-        """Return the factor by which the largest value of a slot may grow before the guard raises the slot.
-
-        It is infinite for formats with scales, and smaller where backward is not linear.
-        """
+        """Return the factor by which the largest value of a slot may grow before the slot is raised: infinite for formats with scales."""
         if self.slots[name].pin is not None:
             return sqrt(self.guard.limits.jump)  # query and key, which are multiplied with each other in an exponent
         format = self.format_of(name)
@@ -200,10 +189,7 @@ class GuardRunner(SessionGuard):
         return inf if is_scaled else self.guard.limits.jump
 
     def _suspects(self, taken: OptimizerSteps, measured: Mapping[str, SlotSignal]) -> list[str]:
-        """Return the slots that the guard raises if gradients are not finite or too large although all rounding errors are small.
-
-        Pinned slots come first, then those with the largest errors. Each call returns twice as many as the call before.
-        """
+        """Return the slots to raise if gradients are suspicious and no error is large: pinned ones first, twice as many in each call."""
 
         def rank(name: str) -> tuple[bool, float, str]:
             error, format = measured[name].error, self.format_of(name)
@@ -220,17 +206,13 @@ class GuardRunner(SessionGuard):
         return decision.format if decision is not None else None
 
     def _is_tight(self, name: str) -> bool:
-        """Return whether a slot must not get fewer bits, since its error is above a quarter of the limit."""
         signal = self.memory.looks.get(name)
         return signal is not None and signal.error > self.guard.limits.error / 4
 
     # --- plans ------------------------------------------------------------------------------------------------------------
 
     def _use(self, repaired: RepairedPlan, why: Mapping[str, str], whole: str = "") -> None:
-        """Apply a repaired plan, and record an action for each slot that got a new format or could not get one.
-
-        `why`: the reason for each slot, by slot name. `whole`: one reason for all slots, used in place of `why`.
-        """
+        """Apply a repaired plan, and record an action for each slot that it changed or refused; `whole` is one reason for all slots."""
         steps = self.memory.steps
         for move in repaired.moves:
             is_raised = move.slot in repaired.raised
@@ -249,7 +231,6 @@ class GuardRunner(SessionGuard):
             self._change(repaired.plan)
 
     def _probe_within_budget(self) -> None:
-        """Probe with as many examples of the guard's batch as the budget allows; record an action if it allows none."""
         trace, batch = self.guard.trace, self.guard.batch
         part = examples_within(batch, trace, self.plan, self.budget_bytes)
         if part is not None:

@@ -26,9 +26,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -71,35 +70,6 @@ FROZEN = ("frozen8", "frozen4")  # for models with frozen weights
 SMALL_RATE_TIERS = ("fine_tune",)  # in place of TIERS at small learning rates, which the weights of those do not follow
 
 
-@dataclass(frozen=True)
-class Shortage:
-    """The role whose tensors grew most until the peak of a plan, and the name (`label`) and peak of the next smaller plan.
-
-    `next_bytes` is None if no known plan is smaller. `phase`: "in backward" and so on.
-    """
-
-    role: Role
-    role_bytes: int
-    peak_bytes: int
-    phase: str
-    label: str = ""
-    next_bytes: int | None = None
-    at_peak: tuple[tuple[Role, int], ...] = ()  # the largest roles of the peak
-    places: tuple[tuple[str, Role, int], ...] = ()  # the modules and roles with most of the peak
-
-    def __str__(self) -> str:
-        roles = ", ".join(f"{role.value} {say_bytes(size)}" for role, size in self.at_peak)
-        places = ", ".join(f"{module} ({role.value}) {say_bytes(size)}" for module, role, size in self.places)
-        lines = [self._grew(), f"At the peak: {roles}." if roles else "", f"Most of it is in {places}." if places else ""]
-        return "\n".join(filter(None, lines))
-
-    def _grew(self) -> str:
-        grew = f"{self.role.value} grew most, to {say_bytes(self.role_bytes)} of {say_bytes(self.peak_bytes)} at the predicted peak"
-        if self.next_bytes is None:
-            return f"{grew}, {self.phase}. No known plan takes less: reduce the batch size, or use a smaller model."
-        return f"{grew}, {self.phase}. The next plan down is {self.label!r}, {say_bytes(self.next_bytes)}."
-
-
 def explain_shortage(
     trace: Trace,
     plan: Plan,
@@ -107,8 +77,8 @@ def explain_shortage(
     candidates: Mapping[str, int] | None = None,
     available_bytes: int | None = None,
     learning_rate: float | None = None,
-) -> Shortage:
-    """Return which role of tensors takes the most memory at the peak of `plan`, and the next smaller plan.
+) -> str:
+    """Return a text on which role of tensors takes the most memory at the peak of `plan`, and the next smaller plan.
 
     `candidates`: predicted peaks of plans by name, by default those of the presets. `available_bytes`: memory of the device, if known,
     into which the next plan must fit. `learning_rate`, if known: at a small one, presets store weights with a residue.
@@ -117,26 +87,21 @@ def explain_shortage(
     limit = min(int(CLEARLY * foot.peak_bytes), available_bytes or foot.peak_bytes)
     sizes = _preset_peaks(trace, learning_rate) if candidates is None else candidates
     smaller = {label: size for label, size in sizes.items() if size <= limit}
-    role = grown_role(foot)
-    largest = sorted(foot.at_peak.items(), key=lambda row: -row[1])
-    parts = tuple((part, size) for part, size in largest if size >= SHARE_AT_PEAK * foot.peak_bytes)
-    places = tuple((module, part, size) for (module, part), size in islice(_named_places(foot), SHOWN_PLACES))
-    shortage = Shortage(role, foot.at_peak.get(role, 0), foot.peak_bytes, _phase(foot), at_peak=parts, places=places)
-    if not smaller:
-        return shortage
-    label = max(smaller, key=lambda name: smaller[name])
-    return replace(shortage, label=label, next_bytes=smaller[label])
-
-
-def _named_places(foot: Footprint) -> Iterator[tuple[tuple[str, Role], int]]:
-    """Yield ((module, role), bytes) of tensors in memory at the peak, the largest first, without those that belong to no module."""
-    return ((place, size) for place, size in foot.places_at_peak().items() if place[0])
-
-
-def grown_role(foot: Footprint) -> Role:
-    """Return the role with the most bytes at the peak, among roles whose tensors are created during the step."""
+    next_down = "No known plan takes less: reduce the batch size, or use a smaller model."
+    if smaller:
+        label = max(smaller, key=lambda name: smaller[name])
+        next_down = f"The next plan down is {label!r}, {say_bytes(smaller[label])}."
     new = {role: size for role, size in foot.at_peak.items() if role not in STORED_BEFORE} or foot.at_peak
-    return max(new, key=lambda role: new[role], default=Role.WEIGHT)
+    role = max(new, key=lambda role: new[role], default=Role.WEIGHT)  # of those whose tensors are created during the step
+    grew = (
+        f"{role.value} grew most, to {say_bytes(foot.at_peak.get(role, 0))} of {say_bytes(foot.peak_bytes)} at the predicted peak"
+    )
+    largest = sorted(foot.at_peak.items(), key=lambda row: -row[1])
+    roles = ", ".join(f"{role.value} {say_bytes(size)}" for role, size in largest if size >= SHARE_AT_PEAK * foot.peak_bytes)
+    named = ((module, part, size) for (module, part), size in foot.places_at_peak().items() if module)
+    places = ", ".join(f"{module} ({part.value}) {say_bytes(size)}" for module, part, size in islice(named, SHOWN_PLACES))
+    lines = [f"{grew}, {_phase(foot)}. {next_down}", f"At the peak: {roles}." if roles else ""]
+    return "\n".join(filter(None, [*lines, f"Most of it is in {places}." if places else ""]))
 
 
 def _preset_peaks(trace: Trace, learning_rate: float | None) -> Mapping[str, int]:
@@ -159,10 +124,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def add_explanation(error: BaseException, trace: Trace | None, plan: Plan, *, learning_rate: float | None = None) -> None:
-    """Add an explanation to the traceback of `error` if it is an out-of-memory error; leave any other error unchanged.
-
-    `trace` and `plan` describe the step that ran out of memory. `learning_rate`: that of the training, if known.
-    """
+    """Add an explanation to the traceback of `error` if it is an out-of-memory error of the step that `trace` and `plan` describe."""
     if not is_out_of_memory(error):
         return
     if trace is not None:
@@ -202,10 +164,7 @@ class LastCall:
         self._handle = model.register_forward_pre_hook(Hook(self._record), with_kwargs=True)
 
     def explain(self, error: BaseException, plan: Plan) -> None:
-        """Trace the step of the last call, and add an explanation to `error` if it is an out-of-memory error.
-
-        `plan`: the plan of the step that ran out of memory.
-        """
+        """Trace the step of the last call under `plan`, and add an explanation to `error` if it is an out-of-memory error."""
         args, named = self._arguments
         if not is_out_of_memory(error):
             return
@@ -227,10 +186,7 @@ class LastCall:
         self._handle.remove()
 
     def _batch(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any]:
-        """Return the arguments of a call as the batch that `trace_step` takes: a mapping for keyword arguments, otherwise a tuple.
-
-        If a loss is given, the tuple ends with a place for its target.
-        """
+        """Return the arguments of a call as the batch that `trace_step` takes, with a place for the target if a loss is given."""
         if named:
             return (dict(inspect.signature(self._model.forward).bind(*args, **named).arguments) if args else named,)
         return ((*args, None) if "loss" in self.traced_as else args,)
@@ -238,14 +194,11 @@ class LastCall:
     def _record(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
-        self._arguments = tree_map_only(Tensor, _without_values, (args, dict(named)))
+        to_shape = lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # noqa: E731
+        self._arguments = tree_map_only(Tensor, to_shape, (args, dict(named)))
         device = next((p.device.type for p in module.parameters()), "cpu")
         is_cast = torch.is_autocast_enabled(device)
         self._context = {"device": device, "autocast": torch.get_autocast_dtype(device) if is_cast else None}
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 @contextmanager

@@ -104,7 +104,6 @@ class ProbeMeasurement:
         return {name: {text: inf if isnan(error) else error for text, error in row.items()} for name, row in errors.items()}
 
     def _trials(self, formats: Sequence[Format]) -> dict[Any, list[SlotRounding]]:
-        """Return the slots that each autograd node saved, with one entry for each format that is measured at the node."""
         trials: dict[Any, list[SlotRounding]] = defaultdict(list)
         for name in self.slots:
             held = self.board.slots[name]
@@ -117,10 +116,7 @@ class ProbeMeasurement:
         return trials
 
     def _scales(self, parts: Mapping[str, tuple[float, float]], format: Format, backwards: int) -> dict[str, float]:
-        """Return a factor for each slot that corrects its estimated error, measured with groups of slots rounded together.
-
-        `parts`: for each slot the exact and the estimated part of its error. `backwards`: the largest number of backward passes.
-        """
+        """Return a factor for each slot that corrects its estimated error (`parts`: exact and estimated), measured with groups of slots."""
         estimates = [name for name, (direct, rest) in parts.items() if rest > MIN_ESTIMATED * (direct + rest)]
         scales: dict[str, float] = {}
         alone = sorted(estimates, key=lambda name: -sum(parts[name]))[: backwards // 3]
@@ -139,10 +135,7 @@ class ProbeMeasurement:
         return sum(part / whole for part, whole in zip(parts.tolist(), self.energies, strict=True) if whole > 0)
 
     def _extend(self, errors: Mapping[str, dict[str, float]], known: Format, formats: Sequence[Format]) -> None:
-        """Add the errors of formats that no backward pass has measured, estimated from the errors in the format `known`.
-
-        The estimate is the error in format `known` times the ratio of the squared rounding errors of the values in the two formats.
-        """
+        """Add errors of formats that were not measured: those of `known` times the ratio of the squared rounding errors of the values."""
         for name, row in errors.items() if formats else ():
             held = self.board.slots[name]
             base = self._rounding_error(held, known)
@@ -209,7 +202,6 @@ def _loss(model: nn.Module, batch: Any, trace: Trace, loss: Callable[..., Tensor
 
 
 def _checked_formats(formats: Sequence[str | Format] | None, backwards: int, trace: Any) -> list[Format]:
-    """Return the formats that `probe` measures; raise ApplyError for arguments that cannot be used."""
     if not isinstance(trace, Trace):
         raise ApplyError(
             f"probe takes a model, a batch and a Trace, not {type(trace).__name__}: probe(model, batch, trace_step(model, batch))."

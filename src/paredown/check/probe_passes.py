@@ -23,13 +23,14 @@ by measurements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paredown.autograd.graph import ACCUMULATE, Saved
 from paredown.autograd.module_watch import Watch
@@ -166,10 +167,7 @@ class SlotRounding:
 
 @dataclass(eq=False)
 class NodeEnergies:
-    """The sums of squares ("energies") of an autograd node's gradients, and of how much rounding changes them.
-
-    `differences`: the energies of the changes of outgoing gradients, by the (slot, format) that was rounded.
-    """
+    """The sums of squares ("energies") of an autograd node's gradients, and of their changes by the (slot, format) that was rounded."""
 
     node: Any
     incoming: Tensor
@@ -203,16 +201,21 @@ class NoiseMeasurement:
         `energies`: the sum of squares of each parameter's gradient, in the order of `parameters`.
         """
         of_parameters = {id(p): 1 / energy for p, energy in zip(parameters, energies, strict=True) if energy > 0}
-        numbers = iter(_numbers(tensor for measured in self._measured for tensor in _tensors(measured)))
-        rows = [_NodeNumbers.of(measured, numbers) for measured in self._measured]
+        tensors, structure = tree_flatten([(row.incoming, row.outgoing, row.differences) for row in self._measured])
+        known = [tensor for tensor in tensors if tensor is not None]
+        numbers = iter(torch.stack(known).tolist() if known else ())  # with a single transfer from the device
+        rows = tree_unflatten([0.0 if tensor is None else next(numbers) for tensor in tensors], structure)
         weights: dict[Any, float] = {}
         errors: dict[tuple[str, str], tuple[float, float]] = {}
-        for row in reversed(rows):  # from the parameters to the loss
-            targets = [edge for edge, _ in row.node.next_functions]
+        nodes = [row.node for row in self._measured]
+        for node, (incoming, outgoing, by_format) in zip(
+            reversed(nodes), reversed(rows), strict=True
+        ):  # from parameters to the loss
+            targets = [edge for edge, _ in node.next_functions]
             values = [_weight(target, of_parameters, weights) for target in targets]
-            if row.incoming > 0:
-                weights[row.node] = sum(out / row.incoming * value for out, value in zip(row.outgoing, values, strict=False))
-            for key, differences in row.differences.items():
+            if incoming > 0:
+                weights[node] = sum(out / incoming * value for out, value in zip(outgoing, values, strict=False))
+            for key, differences in by_format.items():
                 direct, rest = errors.get(key, (0.0, 0.0))
                 for target, value, energy in zip(targets, values, differences, strict=False):
                     is_direct = target is not None and _parameter(target) is not None
@@ -239,35 +242,6 @@ class NoiseMeasurement:
         return measure
 
 
-@dataclass(frozen=True, eq=False)
-class _NodeNumbers:
-    """The fields of `NodeEnergies` as Python floats."""
-
-    node: Any
-    incoming: float
-    outgoing: list[float]
-    differences: dict[tuple[str, str], list[float]]
-
-    @staticmethod
-    def of(measured: NodeEnergies, numbers: Any) -> _NodeNumbers:
-        """Return the energies of a node as floats, taken from the iterator `numbers` in the order of `_tensors`."""
-        incoming = next(numbers)
-        outgoing = [0.0 if tensor is None else next(numbers) for tensor in measured.outgoing]
-        rows = {key: [0.0 if t is None else next(numbers) for t in row] for key, row in measured.differences.items()}
-        return _NodeNumbers(measured.node, incoming, outgoing, rows)
-
-
-def _tensors(measured: NodeEnergies) -> Iterable[Tensor]:
-    rows = [(measured.incoming,), measured.outgoing, *measured.differences.values()]
-    return (tensor for row in rows for tensor in row if tensor is not None)
-
-
-def _numbers(tensors: Iterable[Tensor]) -> list[float]:
-    """Return the values of one-element tensors as floats, with a single transfer from the device."""
-    scalars = list(tensors)
-    return torch.stack(scalars).tolist() if scalars else []
-
-
 def energy_of(tensor: Tensor | None) -> Tensor | None:
     """Return the sum of squares of a tensor, on its device; None if `tensor` is None or has integers."""
     if tensor is None or not tensor.is_floating_point():
@@ -287,7 +261,6 @@ def nodes_behind(loss: Tensor) -> list[Any]:
 
 
 def _run(node: Any, incoming: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the inputs of one autograd node, given the gradients of its outputs, `incoming`."""
     is_custom = isinstance(node, torch.autograd.function.BackwardCFunction)
     with torch.no_grad():
         outgoing = node.apply(*incoming) if is_custom else node(*incoming)

@@ -125,10 +125,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """The verdict: "same bits", "within the format's bound", "too coarse to be useful", or "outside the format's bound".
-
-        It is too coarse if the tolerance is 1 or more: a gradient of zero would be ok too.
-        """
+        """The verdict: "same bits", "within the format's bound", "too coarse to be useful", or "outside the format's bound"."""
         if not self.ok:
             return OUTSIDE_BOUND
         if not any(row.error or row.exact_error for row in self.rows):
@@ -136,10 +133,7 @@ class Verification:
         return TOO_COARSE if self.tolerance >= USELESS_TOLERANCE else WITHIN_BOUND
 
     def check(self) -> Verification:
-        """Return this verification if it is ok; otherwise raise VerificationError with the table.
-
-        A UserWarning is given if it is too coarse to be useful.
-        """
+        """Return this verification if it is ok, with a UserWarning if it is too coarse to be useful; else raise VerificationError."""
         if not self.ok:
             raise VerificationError(
                 f"gradients under the plan are not those of the unmodified model. Leave the slots at fault unmodified "
@@ -247,20 +241,14 @@ def expected_error(format: Format, rounding: Rounding) -> float:
 
 
 class FaultSearch:
-    """A search for the slots that make gradients wrong, with at most `max_tests` runs of the step.
-
-    When the tests are spent, `is_spent` is True, and the sets found so far may not be minimal.
-    """
+    """A search for the slots that make gradients wrong, in at most `max_tests` runs; with `is_spent`, sets may not be minimal."""
 
     def __init__(self, max_tests: int) -> None:
         self.num_left = max_tests
         self.is_spent = False
 
     def minimal_groups(self, slots: Sequence[str], fails: Fails) -> tuple[list[list[str]], bool]:
-        """Return minimal groups of slots that make the test fail, and whether it fails even with no slot stored.
-
-        `fails(names)` stores the slots `names`, and returns whether gradients are off.
-        """
+        """Return minimal groups of slots for which `fails(names)`, which stores them, and whether it fails with no slot stored."""
         groups, rest = list[list[str]](), list(slots)
         if self._fails(fails, ()):
             return groups, True
@@ -271,10 +259,7 @@ class FaultSearch:
         return groups, False
 
     def _minimal(self, fails: Fails, kept: list[str], candidates: list[str], *, is_known: bool) -> list[str]:
-        """Return the smallest part of `candidates` that makes the test fail if it is stored together with the slots `kept`.
-
-        `is_known`: it is known that `kept` alone does not fail.
-        """
+        """Return the smallest part of `candidates` that makes the test fail if it is stored together with `kept`."""
         if not is_known and self._fails(fails, kept):
             return []
         if len(candidates) == 1 or self.is_spent:

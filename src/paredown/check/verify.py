@@ -143,7 +143,6 @@ def verify_step(
 
 
 def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Session | None:
-    """Return the open session of the model or None; raise ApplyError if the model or the arguments cannot be verified."""
     if not isinstance(model, nn.Module) or not (plan is None or isinstance(plan, Plan)):
         types = f"{type(model).__name__} and {type(plan).__name__}"
         raise ApplyError(
@@ -178,11 +177,7 @@ def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Se
 def _session(
     opened: Session | None, plan: Plan | None, model: nn.Module, seed: int
 ) -> Generator[tuple[Session, Mapping[str, Tensor]]]:
-    """Return a context with a session for the plan, and with the values that packed weights had before they were packed.
-
-    If the model has an open session (whose original weights are gone), that one is used. Otherwise the context opens a temporary session,
-    and restores the weights when it ends.
-    """
+    """Return a context with the session of the plan, opened for it unless one is open, and the weights before it packed them."""
     if opened is not None:
         yield opened, {}
         return
@@ -222,10 +217,7 @@ class VerificationRuns:
         self.errors: dict[str, float] = {}  # stored slot -> the expected relative error of its values
 
     def verification(self, tolerance: float | None) -> Verification:
-        """Return the result of three runs: the baseline, all slots stored in float32 (the exact plan), and the plan.
-
-        `tolerance`: None for the one that follows from the formats.
-        """
+        """Return the result of three runs: the baseline, all slots stored in float32 (the exact plan), and the plan."""
         with self.session.runs.restored() as self._rewind:
             self._measure_baseline()
             noise = max(self._distances(self._unmodified(), is_exact=True), default=0.0)
@@ -234,7 +226,8 @@ class VerificationRuns:
             moved = self._error_of_random_weights()
             expected = sqrt(sum(error * error for error in (*self.errors.values(), *self._product_errors().values())))
             bound = hypot(SAFETY * expected, SAFETY_OF_RANDOM * moved)
-            widened = NOISE * max(noise, self._order_of_sums())
+            eps = ORDER_OF_SUMS * max(torch.finfo(p.dtype).eps for p in self.parameters) if self.session.plan.tiles else 0.0
+            widened = NOISE * max(noise, eps)
             limits = {True: widened, False: (bound if tolerance is None else tolerance) + widened}
             rows = [Compared.of(*row, limits[True], limits[False]) for row in zip(self.names, exact, errors, strict=True)]
             worst = {True: max(exact, default=0.0), False: max(errors, default=0.0)}
@@ -256,32 +249,18 @@ class VerificationRuns:
             notes=tuple(notes),
         )
 
-    def _order_of_sums(self) -> float:
-        """Return the gradient error that tiled modules may cause by adding in another order; 0 without tiles."""
-        return ORDER_OF_SUMS * max(torch.finfo(p.dtype).eps for p in self.parameters) if self.session.plan.tiles else 0.0
-
     # --- runs -----------------------------------------------------------------------------------------------------------
 
     def stored(self, names: Collection[str] | None = None, *, is_exact: bool = False, records_formats: bool = False) -> Gradients:
-        """Return the gradients of a step in which the slots `names` are stored (None: all slots).
-
-        `is_exact` stores them in float32; `records_formats` fills `formats` and `errors`.
-        """
+        """Return the gradients of a step in which the slots `names` (None: all) are stored; `is_exact` stores them in float32."""
         observer = (lambda saved, _, form: self._record_format(saved.name, form)) if records_formats else None
         with self.session.runs.storing(names, is_exact=is_exact, on_packed=observer):
             return self._gradients()
 
-    def _weight_errors(self) -> dict[str, float]:
-        """Return the expected rounding error of each packed weight whose original values are known, by name."""
-        weights = self.session.runs.packed_weights
-        return {name: expected_error(weights[name].format, Rounding.NEAREST_EVEN) for name in self.originals}
-
     def _error_of_random_weights(self) -> float:
-        """Return the largest gradient error in runs whose weights have random errors of the size that rounding causes.
-
-        A product also rounds its input, which changes its output as much as an error of the weight does.
-        """
-        errors = self._weight_errors()
+        """Return the largest gradient error in runs whose weights have random errors, also for the rounded inputs of products."""
+        weights = self.session.runs.packed_weights
+        errors = {name: expected_error(weights[name].format, Rounding.NEAREST_EVEN) for name in self.originals}
         seeds = iter(range(NUM_DRAWS * sum(1 for _ in self.model.parameters())))
         for slot, error in self._product_errors().items():
             name = f"{slot.removeprefix('product=')}.weight"
@@ -314,17 +293,13 @@ class VerificationRuns:
         return found
 
     def _unmodified(self, values: Callable[[str, Tensor], Tensor] | None = None, names: Collection[str] = ()) -> Gradients:
-        """Return the gradients of a step without the plan, in which packed weights have their decoded values.
-
-        With `values`, each weight in `names` is replaced by `values(name, weight)`, and products have the model's dtype.
-        """
+        """Return the gradients without the plan; with `values`, weights in `names` are replaced, and products have the model's dtype."""
         products = self.products.paused() if values is not None and self.products is not None else nullcontext()
         with self.session.runs.unmodified(), products, self._having(values, names) if values is not None else nullcontext():
             return self._gradients()
 
     @contextmanager
     def _having(self, values: Callable[[str, Tensor], Tensor], names: Collection[str]) -> Generator[None]:
-        """Return a context in which unpacked weights in `names` are overwritten by `values(name, weight)`."""
         parameters = {name: p for name, p in self.model.named_parameters() if name in names}
         decoded = {name: p.detach().clone() for name, p in parameters.items()}
         try:
@@ -380,10 +355,7 @@ class VerificationRuns:
         ]
 
     def _distances(self, gradients: Gradients, *, is_exact: bool = False) -> list[float]:
-        """Return the relative error of each gradient: 0 if its bits equal the baseline's, infinity if it is missing or not finite.
-
-        `is_exact`: the baseline has the rounded values of packed weights, and products in 8 bits; otherwise those of the original model.
-        """
+        """Return the relative error of each gradient, 0 for equal bits; `is_exact`: beside the step with rounded weights and products."""
         baseline = self.baseline if is_exact or self.original is None else self.original
         return [_distance(g, base, scale) for g, base, scale in zip(gradients, baseline, self.scales, strict=True)]
 
@@ -413,10 +385,7 @@ class VerificationRuns:
         return lambda names: max(self._distances(self.stored(names, is_exact=is_exact), is_exact=is_exact), default=0.0) > limit
 
     def _group(self, group: Sequence[str], *, is_exact: bool) -> list[Fault]:
-        """Return a row for each slot of a group that fails: the error with the whole group stored, and with this slot alone.
-
-        If the group is empty, the row says that gradients differ with nothing stored.
-        """
+        """Return a row for each slot of a group that fails; if the group is empty, one that gradients differ with nothing stored."""
         errors = self._distances(self.stored(group, is_exact=is_exact), is_exact=is_exact)
         error, parameter = max(zip(errors, self.names, strict=True))
         under = EXACT if is_exact else PLAN

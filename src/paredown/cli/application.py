@@ -25,7 +25,7 @@ from enum import IntEnum
 from importlib import import_module
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast, get_type_hints
+from typing import Annotated, Any, cast, get_type_hints
 
 import typer
 
@@ -153,7 +153,6 @@ def options_of(function: Callable[..., Any]) -> list[Parameter]:
 
 
 def _called(function: Callable[..., Any], values: dict[str, Any]) -> Any:
-    """Return the result of a subcommand's function, called with `values`, which maps the names of all options to their values."""
     arguments: dict[str, Any] = {}
     for parameter, kind in _typed(function):
         if is_dataclass(kind):
@@ -164,7 +163,6 @@ def _called(function: Callable[..., Any], values: dict[str, Any]) -> Any:
 
 
 def _typed(function: Callable[..., Any]) -> Iterator[tuple[Parameter, Any]]:
-    """Yield each parameter of a function with its annotation, `Annotated` included."""
     kinds = get_type_hints(function, include_extras=True)
     return ((parameter, kinds[name]) for name, parameter in signature(function).parameters.items())
 
@@ -183,7 +181,9 @@ def errors() -> Generator[None]:
     except (Exception, KeyboardInterrupt) as error:
         if os.environ.get(TRACEBACK) and not isinstance(error, ParedownError | KeyboardInterrupt):
             raise
-        end(*describe_error(error))
+        sentence, status = describe_error(error)
+        say(sentence if len(sentence) <= LONG else f"{sentence[: LONG - 4]} ...")
+        raise typer.Exit(status) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -216,24 +216,19 @@ def describe_error(error: BaseException) -> tuple[str, Exit]:
 
 def say_missing(package: str) -> str:
     """Return a message with the pip command that installs `package`, which could not be imported."""
-    wanted = f"'paredown[{EXTRAS[package]}]'" if package in EXTRAS else ALONE.get(package, package)
-    return f"this needs {package}: pip install {wanted}."
+    return f"this needs {package}: pip install {name_for_pip(package)}."
 
 
-def end(sentence: str, status: int) -> NoReturn:
-    """Print the message `sentence` to stderr, shortened if it is long, and exit the process with this status."""
-    say(sentence if len(sentence) <= LONG else f"{sentence[: LONG - 4]} ...")
-    raise typer.Exit(status) from None
+def name_for_pip(package: str) -> str:
+    """Return what `pip install` takes for a package that is imported as `package`: an extra of paredown, or its name on PyPI."""
+    return f"'paredown[{EXTRAS[package]}]'" if package in EXTRAS else ALONE.get(package, package)
 
 
 # --- options that several subcommands share --------------------------------------------------------------------------
 
 
 def option(text: str, *names: str, **settings: Any) -> Any:
-    """Return `typer.Option` with the help `text` and the flags `names`; typer adds no default to the help.
-
-    The text itself says what a default of None means.
-    """
+    """Return `typer.Option` with the help `text`, which says what a default of None means, and the flags `names`."""
     return typer.Option(*names, help=text, show_default=False, **settings)
 
 
@@ -336,27 +331,18 @@ class SubjectOptions:
     lora: int | None = None  # the rank of LoRA adapters
     lora_targets: tuple[str, ...] = ()
 
-    def with_length(self, length: int) -> SubjectOptions:
-        """Return these options with texts of `length` tokens as examples."""
-        return replace(self, input=f"tokens:{length}")
-
     def on_device_of(self, gpu: str | None) -> SubjectOptions:
         """Return these options with CUDA as the device if --device is not given and `gpu`, the value of --gpu, names a card."""
         return replace(self, device=self.device or ("cuda" if gpu else None))
 
 
-def command_text(model: str, **options: object) -> str:
-    """Return the arguments that name `model` and the options that are not None or False, for a command in a hint.
-
-    >>> command_text("net.py:make", input="3x32x32", batch=4, device=None)
-    'net.py:make --input 3x32x32 --batch 4'
-    """
-    given = {name: value for name, value in options.items() if value is not None and value is not False}
-    return " ".join([model, *(f"--{name}" if value is True else f"--{name} {value}" for name, value in given.items())])
-
-
 def step_text(model: str, options: SubjectOptions) -> str:
-    """Return the arguments of `paredown plan` and `paredown explain` that name `model` and these options, for a command in a hint."""
-    fields = {name: getattr(options, name) for name in ("input", "batch", "optimizer", "device", "autocast", "compiled")}
-    is_chunked = options.chunked_loss
-    return command_text(model, **fields, **({} if is_chunked is None else {f"{'' if is_chunked else 'no-'}chunked-loss": True}))
+    """Return the arguments of `paredown plan` and `paredown explain` that name `model` and these options, for a command in a hint.
+
+    >>> step_text("net.py:make", SubjectOptions(input="3x32x32", batch=4, compiled=True, chunked_loss=False))
+    'net.py:make --input 3x32x32 --batch 4 --compiled --no-chunked-loss'
+    """
+    values = [(name, getattr(options, name)) for name in ("input", "batch", "optimizer", "device", "autocast")]
+    flags = ["--compiled"] if options.compiled else []
+    flags += {None: [], True: ["--chunked-loss"], False: ["--no-chunked-loss"]}[options.chunked_loss]
+    return " ".join([model, *(f"--{name} {value}" for name, value in values if value is not None), *flags])

@@ -31,10 +31,7 @@ HERE = re.compile(r"(?:cuda|here)(?::(?P<index>[0-9]{1,3}))?")
 
 
 class Card(NamedTuple):
-    """A row of the table of GPUs: name, gigabytes in its name or specification, and memory that torch reports.
-
-    `sold_gb` is the number in its name or specification, `total_gib` what torch reports, rounded down to 0.1 GiB.
-    """
+    """A row of the table of GPUs: name, GB in its name or specification, and GiB that torch reports, rounded down to 0.1."""
 
     name: str
     sold_gb: int
@@ -75,10 +72,7 @@ ALIASES = {"a10g": "a10", "h10080gb": "h100", "v100": "v100-16gb or v100-32gb", 
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget from the command line: the size as text, the argument that it comes from, and an explanation.
-
-    `size` is text that parse_bytes reads, `argument` the argument that gave it, `origin` words that explain the size.
-    """
+    """A budget from the command line: a size that parse_bytes reads, the argument that gave it, and words that explain the size."""
 
     size: str
     argument: str
@@ -136,10 +130,7 @@ def gpu_budget(text: str) -> Budget:
 
 
 def _budget_here(index: int, text: str) -> Budget:
-    """Return the memory that is free on GPU number `index` of this machine as a budget.
-
-    The memory of other processes and of this one's CUDA context is subtracted.
-    """
+    """Return the memory that is free on GPU number `index` of this machine, less this process's CUDA context, as a budget."""
     from torch import cuda
 
     num = cuda.device_count() if cuda.is_available() else 0

@@ -83,10 +83,7 @@ def demo(
 
 @dataclass(frozen=True, eq=False)
 class MeasuredFit:
-    """The step that does not fit the demo's budget, and the plan that does, each with its peak.
-
-    Peaks are measured where that is possible, otherwise predicted.
-    """
+    """The step that does not fit the demo's budget, and the plan that does, each with its peak: measured, or else predicted."""
 
     subject: Subject
     full_bytes: int
@@ -132,10 +129,7 @@ class MeasuredFit:
 
 
 def _fit(screen: LiveScreen, subject: Subject, budget: str, seed: int) -> MeasuredFit:
-    """Return a plan whose measured peak is within the budget, which is a share of the baseline's measured peak.
-
-    What the baseline takes beyond its prediction (workspace of convolutions) is expected beyond the plan's prediction too.
-    """
+    """Return a plan whose measured peak is expected within the budget: what the baseline takes beyond its prediction is added."""
     from paredown.plan.footprint import peak_of
     from paredown.plan.plan import Plan
     from paredown.study.tasks.paired_training import Training
@@ -173,7 +167,6 @@ def _trained(
 
 
 def _written(subject: Subject, result: DemoResult, session: Any, out: Path) -> dict[str, str]:
-    """Write plan.json and report.html of the demo into the folder `out`, and return their paths by name ("plan", "page")."""
     from paredown.cli.report_verbs import with_memory
     from paredown.plan.plan import Plan
     from paredown.study.report.page import write

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 import paredown
-from paredown.cli.application import ALONE, EXTRAS, LOOK, Exit, JsonOption, app, option, verb
+from paredown.cli.application import ALONE, LOOK, Exit, JsonOption, app, name_for_pip, option, verb
 from paredown.cli.output import emit, heading, spinner, table, tell
 
 OLDEST_TORCH = (2, 11)
@@ -51,15 +51,10 @@ def env(is_json: JsonOption = False) -> None:
     """Print versions, devices, missing packages, and the commands that install them."""
     packages = [{"name": p.name, "version": _version(p.name), "use": p.use} for p in PACKAGES]
     machine = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count()}
-    device = _device() if packages[0]["version"] else {}
-    value = {
-        "paredown": paredown.__version__,
-        **machine,
-        "memory_bytes": _memory(),
-        **device,
-        "packages": packages,
-        "data": _data(),
-    }
+    machine |= {"memory_bytes": _memory(), **(_device() if packages[0]["version"] else {})}
+    folder = os.environ.get("PAREDOWN_DATA", "")  # not printed, since a path can name a user
+    data = {"PAREDOWN_DATA": "set" if folder else "not set", "is_there": bool(folder) and os.path.isdir(folder)}
+    value = {"paredown": paredown.__version__, **machine, "packages": packages, "data": data}
     advice = _advice(value)
     if is_json:
         emit({**value, "advice": advice})
@@ -109,7 +104,6 @@ def _version(name: str) -> str | None:
 
 
 def _device() -> dict[str, Any]:
-    """Return the GPUs with their memory, and whether the codec uses Triton kernels or torch."""
     import torch
 
     cuda = torch.cuda
@@ -126,17 +120,7 @@ def _memory() -> int | None:
         return None
 
 
-def _data() -> dict[str, Any]:
-    """Return whether the environment variable PAREDOWN_DATA is set and names a folder.
-
-    The path itself is not printed, since it can name a user.
-    """
-    folder = os.environ.get("PAREDOWN_DATA", "")
-    return {"PAREDOWN_DATA": "set" if folder else "not set", "is_there": bool(folder) and os.path.isdir(folder)}
-
-
 def _advice(value: dict[str, Any]) -> list[str]:
-    """Return sentences with what the user should run, such as installations, the most important first; `value` is the JSON of `env`."""
     missing = [p["name"] for p in value["packages"] if p["version"] is None]
     torch = next(p["version"] for p in value["packages"] if p["name"] == "torch")
     advice = ["torch is missing: pip install torch"] if torch is None else []
@@ -144,17 +128,12 @@ def _advice(value: dict[str, Any]) -> list[str]:
         advice.append(f"torch {torch} is too old: pip install 'torch>={OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}'")
     if torch and not value["gpus"]:
         has_gpu = shutil.which("nvidia-smi") is not None
-        built = (
-            "this torch is built without CUDA: install one that has it (pytorch.org)"
-            if value["cuda"] is None
-            else "check nvidia-smi"
-        )
+        built = "check nvidia-smi" if value["cuda"] else "this torch is built without CUDA: install one that has it (pytorch.org)"
         advice += [f"a GPU is here and torch does not see it; {built}"] if has_gpu else []
     for name in missing:
         use = next(p.use for p in PACKAGES if p.name == name)
-        wanted = f"'paredown[{EXTRAS[name]}]'" if name in EXTRAS else ALONE.get(name, name)
         if name not in REQUIRED and (name != "triton" or value.get("gpus")):
-            advice.append(f"for {use}: pip install {wanted}")
+            advice.append(f"for {use}: pip install {name_for_pip(name)}")
     if value["data"]["PAREDOWN_DATA"] == "set" and not value["data"]["is_there"]:
         advice.append("PAREDOWN_DATA names no folder: correct it, or unset it")
     return advice
@@ -187,21 +166,14 @@ def formats(
     """Print number formats: bits per value, largest and smallest value, and the bytes of a tensor."""
     from paredown.formats.catalog import ROWS, find_format
 
-    notes = {row.name: (row.text, row.note) for row in ROWS}
+    notes = {row.name: row.note for row in ROWS}
     sizes = _shape(shape)
     rows = []
     for name in names or notes:
         format = find_format(name)
-        element = format.element
-        largest, smallest = float(element.max_value), float(element.smallest)
-        value = {
-            "name": name,
-            "format": str(format),
-            "bits_per_value": format.bits_per_value,
-            "largest": largest,
-            "smallest": smallest,
-        }
-        rows.append({**value, "nbytes": format.nbytes(sizes), "note": notes.get(name, ("", ""))[1]})
+        largest, smallest = float(format.element.max_value), float(format.element.smallest)
+        value = {"name": name, "format": str(format), "bits_per_value": format.bits_per_value, "largest": largest}
+        rows.append({**value, "smallest": smallest, "nbytes": format.nbytes(sizes), "note": notes.get(name, "")})
     if is_json:
         emit({"shape": list(sizes), "formats": rows})
         return

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -177,7 +178,8 @@ class EstimatedStep:
         step, *details = self.step_lines()
         head = [styled_verdict(self.verdict(requested=requested)), "", *bars_shown, "", heading(step), *details]
         head += [] if budget is None else [f"The budget is {budget.say(self.budget_bytes or 0)}."]
-        reasons = [*_reasons(self.plans), *_untimed(self.plans)]
+        untimed = [row.step_seconds_reason for row in self.plans if row.step_seconds is None]
+        reasons = [*_reasons(self.plans), *([f"Step time: not predicted, {untimed[0]}"] if untimed else [])]
         notes = [f"note: {note}" for note in self.notes[:SHOWN_NOTES]]
         return [*head, "", *_tables(self.plans, self.budget_bytes), *(["", *reasons] if reasons else []), *notes]
 
@@ -199,7 +201,8 @@ def verdict(rows: Sequence[EstimateRow], allowed: int | None, *, requested: bool
     It names another plan that fits if the first does not; without a budget (None), it says what the step needs.
     """
     if allowed is None:
-        return f"Needs {_span(rows[0])}.{_smaller(rows, device)}"
+        span = f"{_size(rows[0])} ({say_bytes(rows[0].low_bytes)} to {say_bytes(rows[0].high_bytes)})"
+        return f"Needs {span}.{_smaller(rows, device)}"
     if rows[0].largest_batch is not None:
         sizes = ", ".join(f"{row.largest_batch or 'none'} ({row.plan})" for row in rows)
         return f"Largest batch within {say_bytes(allowed)}: {sizes}."
@@ -231,10 +234,6 @@ def _size(row: EstimateRow) -> str:
     return say_bytes(row.peak_bytes)
 
 
-def _span(row: EstimateRow) -> str:
-    return f"{_size(row)} ({say_bytes(row.low_bytes)} to {say_bytes(row.high_bytes)})"
-
-
 def _smaller(rows: Sequence[EstimateRow], device: str) -> str:
     """Return a sentence on the plan with the smallest peak; "" if that is the plan of the first row."""
     least = smallest(rows)
@@ -242,10 +241,7 @@ def _smaller(rows: Sequence[EstimateRow], device: str) -> str:
 
 
 def _time(row: EstimateRow, rows: Sequence[EstimateRow], device: str) -> str:
-    """Return the step time of a plan relative to the baseline's as text; "" if unknown.
-
-    For a calibrated device the times are predicted; otherwise the ratio is the measured one of a preset.
-    """
+    """Return the step time of a plan relative to the baseline's: predicted, or as measured for a preset; "" if unknown."""
     before, after = rows[0].step_seconds, row.step_seconds
     if before and after and rows[0].plan == BASELINE:
         return f", {after / before:.2f}x time predicted"
@@ -330,7 +326,6 @@ def _bar(parts: Sequence[BarSegment], mark_at: int | None, length: int, *, in_co
 
 
 def _tables(rows: Sequence[EstimateRow], allowed: int | None) -> list[str]:
-    """Return tables of the bytes at the peak, by role and by module, and a table of the bytes of the whole step."""
     names = [row.plan for row in rows]
     peaks = ("peak", *(say_bytes(row.peak_bytes) for row in rows))
     lines = table(("at the peak, by role", *names), [*_by([row.parts_at_peak for row in rows]), peaks])
@@ -339,13 +334,11 @@ def _tables(rows: Sequence[EstimateRow], allowed: int | None) -> list[str]:
 
 
 def _by(parts: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
-    """Return a table row for each key (a role or module) with its bytes under each plan, in the order of the first plan's keys."""
     keys = list(dict.fromkeys(key for row in parts for key in row))
     return [(key or "(the model itself)", *(say_bytes(row.get(key, 0)) for row in parts)) for key in keys]
 
 
 def _by_module(rows: Sequence[EstimateRow]) -> list[tuple[str, ...]]:
-    """Return the rows of the table of bytes by module: the largest modules, all others, and workspaces."""
     by_module = [row.at_peak_by_module for row in rows]
     keys = list(dict.fromkeys(key for row in by_module for key in row))
     largest = [{key: row[key] for key in keys[:SHOWN_MODULES] if key in row} for row in by_module]
@@ -359,8 +352,6 @@ def _by_module(rows: Sequence[EstimateRow]) -> list[tuple[str, ...]]:
 
 
 def _totals(rows: Sequence[EstimateRow], allowed: int | None) -> list[tuple[str, ...]]:
-    """Return the rows of the table on the whole step: bounds of the peak, bytes stored and sent, time, and whether the budget suffices."""
-
     def sizes(name: str, nbytes: Callable[[EstimateRow], int | None]) -> tuple[str, ...]:
         return name, *(say_bytes(nbytes(row) or 0) for row in rows)
 
@@ -380,14 +371,7 @@ def _totals(rows: Sequence[EstimateRow], allowed: int | None) -> list[tuple[str,
     return lines
 
 
-def _untimed(rows: Sequence[EstimateRow]) -> list[str]:
-    """Return a line that tells why no step time is predicted; none if it is predicted."""
-    reasons = [row.step_seconds_reason for row in rows if row.step_seconds is None]
-    return [f"Step time: not predicted, {reasons[0]}"] if reasons else []
-
-
 def _reasons(rows: Sequence[EstimateRow]) -> list[str]:
-    """Return a line for each reason why tensors that a plan has rules for are not packed."""
     lines: dict[str, list[str]] = {}
     for row in rows:
         for group in row.not_packed:
@@ -397,3 +381,51 @@ def _reasons(rows: Sequence[EstimateRow]) -> list[str]:
                 what = f"{group.role.value} {say_bytes(group.nbytes)} in {len(slots)} slot{'s' * (len(slots) > 1)} ({names})"
                 lines.setdefault(f"{what}: {group.why}.", []).append(row.plan)
     return [f"Not packed under {', '.join(plans)}: {line}" for line, plans in lines.items()]
+
+
+# --- groups of modules -------------------------------------------------------------------------------------------------
+
+NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a part of a path that is a number
+MOST_GROUPS = 10  # of groups with numbers
+
+
+class Grouping(NamedTuple):
+    """A way to group modules: by the first `depth` parts of their paths; if `joins_layers`, numbers in these are left out."""
+
+    depth: int
+    joins_layers: bool = False
+
+    def name(self, module: str) -> str:
+        """Return the name of the group of a module."""
+        path = ".".join(module.split(".")[: self.depth])
+        return NUMBER.sub("*", path) if self.joins_layers else path
+
+    def sums(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Return the bytes of each group, the largest first; `sizes` has those of each module."""
+        sums: Counter[str] = Counter()
+        for module, nbytes in sizes.items():
+            sums[self.name(module)] += nbytes
+        return dict(sums.most_common())
+
+
+def useful_grouping(sizes: Mapping[str, int]) -> Grouping:
+    """Return the grouping by the fewest path parts in which no group has more than half of the bytes; `sizes` are bytes by module.
+
+    If there is none, return the one whose largest group is smallest. Where a network repeats layers, their numbers are left out, so that
+    32 layers are one row for each of their parts:
+
+    >>> sizes = {f"model.layers.{i}.{part}": 10 for i in range(32) for part in ("attn", "mlp")} | {"model.embed": 5, "head": 5}
+    >>> useful_grouping(sizes).sums(sizes)
+    {'model.layers.*.attn': 320, 'model.layers.*.mlp': 320, 'model.embed': 5, 'head': 5}
+    >>> useful_grouping({"conv1": 3, "layer1.0.conv": 4, "layer1.1.conv": 1, "layer2.0.conv": 4}).depth
+    1
+    """
+    half, deepest = sum(sizes.values()) / 2, max((module.count(".") + 1 for module in sizes), default=1)
+    largest: dict[Grouping, int] = {}
+    for grouping in (Grouping(depth, joins) for depth in range(1, deepest + 1) for joins in (False, True)):
+        groups = grouping.sums(sizes)
+        if grouping.joins_layers or len(groups) <= MOST_GROUPS:
+            largest[grouping] = max(groups.values(), default=0)
+            if largest[grouping] <= half:
+                return grouping
+    return min(largest, key=lambda grouping: largest[grouping])

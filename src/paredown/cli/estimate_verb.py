@@ -8,7 +8,7 @@ Nothing is trained.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,37 +16,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paredown.cli.application import (
-    LOOK,
-    BudgetOption,
-    Exit,
-    GpuOption,
-    JsonOption,
-    ModelArgument,
-    ReportOption,
-    SubjectOptions,
-    app,
-    option,
-    plan_names,
-    starting,
-    step_text,
-    verb,
-)
+from paredown.cli import application as cli
 from paredown.cli.budget import Budget, largest_batch, read_budget, shorter
-from paredown.cli.estimate_output import Adapters, EstimatedStep, EstimateRow, smallest
+from paredown.cli.estimate_output import Adapters, EstimatedStep, EstimateRow, Grouping, smallest, useful_grouping
 from paredown.cli.inputs import check_places
 from paredown.cli.output import BASELINE, emit, progress_bar, say, spinner, tell
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 
 if TYPE_CHECKING:
-    from paredown.cli.module_groups import Grouping
     from paredown.cli.subject import Subject
     from paredown.plan.footprint import Footprint
     from paredown.plan.plan import Plan
 
 AUTO = "auto"
 TILES = "tiles of {}"  # a plan of tiles alone
-BatchOption = Annotated[str | None, option("Batch size, or auto: the largest within --budget.")]
+BatchOption = Annotated[str | None, cli.option("Batch size, or auto: the largest within --budget.")]
 SHOWN = ("baseline", "activations8", "activations4", "activations2", "lpmm")  # plans that are shown by default
 SHOWN_FOR_LORA = ("baseline", "activations8", "frozen8", "frozen4", "frozen4+activations8")
 SHOWN_BESIDE_FROZEN = ("baseline", "activations8", "activations4")
@@ -56,20 +40,24 @@ SHOWN_BESIDE_FROZEN = ("baseline", "activations8", "activations4")
 class EstimateRequest:
     """The arguments of one call of `paredown estimate`."""
 
-    model: ModelArgument
-    budget: BudgetOption = None
-    gpu: GpuOption = None
+    model: cli.ModelArgument
+    budget: cli.BudgetOption = None
+    gpu: cli.GpuOption = None
     plan: Annotated[
         list[str] | None,
-        option("A preset, a plan.json, or role=format,... May be repeated.", metavar="PLAN", autocompletion=starting(plan_names)),
+        cli.option(
+            "A preset, a plan.json, or role=format,... May be repeated.",
+            metavar="PLAN",
+            autocompletion=cli.starting(cli.plan_names),
+        ),
     ] = None
     batch: BatchOption = None
-    length: Annotated[int | None, option("Tokens of one example; the same as --input tokens:N.", min=1)] = None
-    step: SubjectOptions
-    lora: Annotated[int | None, option("LoRA adapters of this rank; all else is frozen.", min=1, metavar="RANK")] = None
+    length: Annotated[int | None, cli.option("Tokens of one example; the same as --input tokens:N.", min=1)] = None
+    step: cli.SubjectOptions
+    lora: Annotated[int | None, cli.option("LoRA adapters of this rank; all else is frozen.", min=1, metavar="RANK")] = None
     lora_targets: Annotated[
         str | None,
-        option(
+        cli.option(
             "Layers with adapters: q_proj,v_proj or patterns of paths. (default: all linear layers but the output head)",
             metavar="NAMES",
         ),
@@ -77,41 +65,32 @@ class EstimateRequest:
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Activation checkpointing of every layer.")] = False
     tile: Annotated[
         int | None,
-        option("MLPs, norms and adapted projections of every layer run over pieces of so many tokens.", min=1, metavar="TOKENS"),
+        cli.option(
+            "MLPs, norms and adapted projections of every layer run over pieces of so many tokens.", min=1, metavar="TOKENS"
+        ),
     ] = None
     offload: Annotated[bool, typer.Option("--offload", help="Packed inputs of checkpointed layers are in host memory.")] = False
-    frozen: Annotated[str | None, option("Store frozen weights in it: nf4/64@bf16, int8/64@bf16.", metavar="FORMAT")] = None
+    frozen: Annotated[str | None, cli.option("Store frozen weights in it: nf4/64@bf16, int8/64@bf16.", metavar="FORMAT")] = None
     world_size: Annotated[
         int, typer.Option("--world-size", min=1, help="Processes that train the model together; bytes are those of one.")
     ] = 1
-    strategy: Annotated[str | None, option("How they share it: ddp, or fsdp2 (fully_shard).")] = None
+    strategy: Annotated[str | None, cli.option("How they share it: ddp, or fsdp2 (fully_shard).")] = None
     depth: Annotated[
         int | None,
-        option(
+        cli.option(
             "Group modules by this many parts of their paths. (default: until no group has more than half of the bytes; layers joined)",
             min=1,
         ),
     ] = None
-    report: ReportOption = None
-    is_json: JsonOption = False
+    report: cli.ReportOption = None
+    is_json: cli.JsonOption = False
 
     @property
     def names_plans(self) -> bool:
         """Whether the user has named plans; otherwise a few presets are shown."""
         return self.plan is not None
 
-    @property
-    def shown_plans(self) -> Sequence[str]:
-        """The plans to show: those that the user named, or a few presets."""
-        default = SHOWN_BESIDE_FROZEN if self.frozen else SHOWN if self.lora is None else SHOWN_FOR_LORA
-        return self.plan or default
-
-    @property
-    def is_for_plan(self) -> bool:
-        """Whether `paredown plan` could make a plan for this step; it cannot with adapters or several processes."""
-        return not (self.lora or self.checkpointing or self.frozen or self.strategy)
-
-    def subject_options(self) -> SubjectOptions:
+    def subject_options(self) -> cli.SubjectOptions:
         """Return the options that change the step; raise BadParameter if they contradict each other."""
         if self.step.input is not None and self.length is not None:
             raise typer.BadParameter(
@@ -121,11 +100,10 @@ class EstimateRequest:
         if self.lora_targets is not None and self.lora is None:
             raise typer.BadParameter("adapters need a rank: add --lora 16.", param_hint="--lora-targets")
         targets = tuple(part.strip() for part in (self.lora_targets or "").split(",") if part.strip())
-        step = self.step if self.length is None else self.step.with_length(self.length)
+        step = self.step if self.length is None else replace(self.step, input=f"tokens:{self.length}")
         return replace(step.on_device_of(self.gpu), batch=size, lora=self.lora, lora_targets=targets)
 
     def _batch_size(self) -> int | None:
-        """Return the batch size that was requested; None for the model's own and for "auto"."""
         if self.batch is None or self.batch == AUTO:
             if self.batch == AUTO and self.budget is None and self.gpu is None:
                 raise typer.BadParameter(
@@ -161,16 +139,14 @@ class EstimateRequest:
             )
 
     def plans_for(self, subject: Subject) -> dict[str, Plan]:
-        """Return the plans to show by name, with the changes that options request.
-
-        Options request a format for frozen weights, checkpointed layers with packed inputs in host memory, and tiles, which also are shown
-        as a plan of their own.
-        """
+        """Return the plans to show by name, with what options request: checkpointing, offloading, tiles, formats of frozen weights."""
         from paredown.cli.subject import name_of, read_plan
         from paredown.session.checkpointing import repeated_layers_of
 
         layers = repeated_layers_of(subject.model) if self.checkpointing or self.tile else ()
-        plans = {name_of(text): read_plan(text).recomputing(*(layers if self.checkpointing else ())) for text in self.shown_plans}
+        presets = SHOWN_BESIDE_FROZEN if self.frozen else SHOWN if self.lora is None else SHOWN_FOR_LORA
+        checkpointed = layers if self.checkpointing else ()
+        plans = {name_of(text): read_plan(text).recomputing(*checkpointed) for text in self.plan or presets}
         plans = {name: plan.offloading() if self.offload and name != BASELINE else plan for name, plan in plans.items()}
         if self.tile is not None:
             alone = {TILES.format(self.tile): plan for name, plan in plans.items() if name == BASELINE and self.frozen is None}
@@ -182,14 +158,14 @@ class EstimateRequest:
         return {named[name]: plan.set("frozen", format) for name, plan in plans.items()}
 
 
-@verb(
-    app,
+@cli.verb(
+    cli.app,
     "estimate",
     "paredown estimate digits#batch=256 --budget 8MiB",
     "paredown estimate resnet50#width=64,picture=224 --batch auto --budget 8GiB",
     "paredown estimate net.py:make --input 3x32x32 --plan activations4",
     "paredown estimate config.json --lora 16 --checkpointing --budget 24GiB",
-    panel=LOOK,
+    panel=cli.LOOK,
 )
 def estimate(request: EstimateRequest) -> None:
     """Does it fit? Predicted bytes of a training step by role, module and plan, before anything runs."""
@@ -197,8 +173,12 @@ def estimate(request: EstimateRequest) -> None:
     within, options = read_budget(request.budget, request.gpu), request.subject_options()
     request.check_processes()
     with spinner("tracing one step"):
-        step = _planned_step(request, options)
-        feet = step.footprints()
+        from paredown.cli.subject import find_subject
+
+        subject = find_subject(request.model, options)
+        step = PlannedStep(request, options, subject, request.plans_for(subject))
+        request.check_subject(subject)
+        feet = {name: step.footprint(name, plan) for name, plan in step.plans.items()}
         if request.offload:
             _check_offload(feet)
     value = _estimate_of(step, feet, None if within is None else step.allowed(within))
@@ -217,7 +197,7 @@ class PlannedStep:
     """The training step of an estimate, with its plans by name."""
 
     request: EstimateRequest
-    options: SubjectOptions
+    options: cli.SubjectOptions
     subject: Subject
     plans: Mapping[str, Plan]
 
@@ -229,15 +209,8 @@ class PlannedStep:
         trace = trace.unmodified or trace if name == BASELINE else trace
         return footprint(trace, plan, world_size=self.request.world_size, strategy=self.request.strategy)
 
-    def footprints(self) -> dict[str, Footprint]:
-        """Return the footprint under each plan."""
-        return {name: self.footprint(name, plan) for name, plan in self.plans.items()}
-
     def allowed(self, budget: Budget) -> int:
-        """Return the bytes of a budget.
-
-        A percentage is of the baseline's peak, with activation checkpointing if the plans have it.
-        """
+        """Return the bytes of a budget; percentages are of the baseline's peak, checkpointed if the plans are."""
         from paredown.plan.plan import Plan
 
         plan = Plan(recompute=next(iter(self.plans.values())).checkpointed)
@@ -261,17 +234,8 @@ class PlannedStep:
         """Return the predicted peak under the plan of this name with a text of another length."""
         from paredown.cli.subject import find_subject
 
-        subject = find_subject(self.request.model, self.options.with_length(length))
+        subject = find_subject(self.request.model, replace(self.options, input=f"tokens:{length}"))
         return replace(self, subject=subject).footprint(name, self.plans[name]).peak_bytes
-
-
-def _planned_step(request: EstimateRequest, options: SubjectOptions) -> PlannedStep:
-    from paredown.cli.subject import find_subject
-
-    subject = find_subject(request.model, options)
-    plans = request.plans_for(subject)
-    request.check_subject(subject)
-    return PlannedStep(request, options, subject, plans)
 
 
 def _check_offload(feet: Mapping[str, Footprint]) -> None:
@@ -292,7 +256,7 @@ def _check_offload(feet: Mapping[str, Footprint]) -> None:
 
 def _estimate_of(step: PlannedStep, feet: Mapping[str, Footprint], allowed: int | None) -> EstimatedStep:
     subject, trace, depth = step.subject, step.subject.trace(), step.request.depth
-    grouping = _grouping(next(iter(feet.values())), depth)
+    grouping = useful_grouping(_module_sizes(next(iter(feet.values())))) if depth is None else Grouping(depth)
     rows = [_row(name, foot, allowed, depth or 1, grouping) for name, foot in feet.items()]
     if step.request.batch == AUTO:
         largest = step.largest_batches(allowed or 0)
@@ -350,19 +314,12 @@ def _row(name: str, foot: Footprint, allowed: int | None, depth: int, grouping: 
     return replace(row, step_seconds=time.seconds, device_seconds=time.device_seconds, host_seconds=time.host_seconds)
 
 
-def _grouping(foot: Footprint, depth: int | None) -> Grouping:
-    """Return how tables group modules: by `depth` parts of their paths, or if None, as finely as shows where the bytes are."""
-    from paredown.cli.module_groups import Grouping, useful_grouping
-
-    return useful_grouping(_module_sizes(foot)) if depth is None else Grouping(depth)
-
-
 def _module_sizes(foot: Footprint) -> dict[str, int]:
     """Return the bytes at the peak of each module; with the libraries' workspace they add up to the peak."""
     sizes: Counter[str] = Counter()
     for (module, _), nbytes in foot.places_at_peak().items():
         sizes[module] += nbytes
-    return dict(sizes)
+    return sizes
 
 
 def _notes(feet: Mapping[str, Footprint]) -> list[str]:
@@ -397,13 +354,16 @@ def _exit_if_too_large(step: PlannedStep, value: EstimatedStep, budget: Budget) 
         return
     allowed, fitting = value.budget_bytes or 0, [row.plan for row in value.plans if row.is_within]
     others = f"These presets do: {', '.join(fitting)}. " if fitting else ""
-    if step.request.is_for_plan:
-        command = step_text(step.request.model, step.options)
+    request = step.request
+    if not (
+        request.lora or request.checkpointing or request.frozen or request.strategy
+    ):  # steps that `paredown plan` can make plans for
+        command = cli.step_text(step.request.model, step.options)
         advice = f"{others}To make a plan that fits: paredown plan {command} {budget.argument}"
     else:
         advice = others or _smallest_that_fits(step, smallest(value.plans), allowed)
     say(f"it does not fit {say_bytes_twice(allowed)}. {advice}".rstrip())
-    raise typer.Exit(Exit.DOES_NOT_FIT)
+    raise typer.Exit(cli.Exit.DOES_NOT_FIT)
 
 
 def _smallest_that_fits(step: PlannedStep, least: EstimateRow, allowed: int) -> str:

@@ -83,7 +83,6 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1)
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:
-    """Return whether most cells of a column are numbers."""
     texts = [cell for cell in cells if cell]
     return 2 * sum(text.lstrip("+-")[:1].isdigit() or text in ("yes", "no") for text in texts) > len(texts)
 
@@ -169,10 +168,7 @@ def progress_lines(what: str) -> Generator[Report]:
 
 @contextmanager
 def progress_bar(what: str) -> Generator[Report]:
-    """Return a context that yields a function `report(done, total, note)`, which moves a progress bar.
-
-    Without a terminal, a line is written to stderr every PIPE_SECONDS.
-    """
+    """Return a context that yields `report(done, total, note)`, which moves a bar, or writes a line every PIPE_SECONDS in a pipe."""
     if not sys.stderr.isatty():
         with progress_lines(what) as report:
             yield report
@@ -189,10 +185,7 @@ def progress_bar(what: str) -> Generator[Report]:
 
 @contextmanager
 def spinner(what: str) -> Generator[None]:
-    """Return a context in which a spinner runs on stderr.
-
-    Without a terminal, a line is written to stderr every PIPE_SECONDS.
-    """
+    """Return a context in which a spinner runs on stderr; in a pipe a line is written every PIPE_SECONDS."""
     if not sys.stderr.isatty():
         with progress_lines(what):
             yield
@@ -206,10 +199,7 @@ def spinner(what: str) -> Generator[None]:
 
 @dataclass(frozen=True)
 class LiveScreen:
-    """Two functions that update text and progress bars on a terminal: `tell(lines)` and `bar(name, done, total, note)`.
-
-    `tell(lines)` replaces the text; `bar(name, done, total, note)` sets a bar, which is red if done exceeds total.
-    """
+    """Functions that replace the text on a terminal, `tell(lines)`, and set one of its bars, `bar(name, done, total, note)`."""
 
     tell: Callable[[Sequence[str]], None]
     bar: Callable[[str, float, float, str], None]
@@ -217,10 +207,7 @@ class LiveScreen:
 
 @contextmanager
 def live_screen(what: str, *, counted: str) -> Generator[LiveScreen]:
-    """Return a context that yields a LiveScreen, which shows text and progress bars on stderr.
-
-    Without a terminal, a line is written every PIPE_SECONDS for the bar named `counted`, and nothing for others.
-    """
+    """Return a context that yields a LiveScreen on stderr; in a pipe it writes a line every PIPE_SECONDS for the bar `counted`."""
     if not sys.stderr.isatty():
         with progress_lines(what) as report:
             yield LiveScreen(lambda _: None, lambda name, done, total, note: report(done, total, note) if name == counted else None)

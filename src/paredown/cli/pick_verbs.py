@@ -8,27 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paredown.cli.application import (
-    BUDGET,
-    CHOOSE,
-    PLAN_FILE,
-    DefaultBudget,
-    Exit,
-    GpuOption,
-    HereOption,
-    JsonOption,
-    ModeOption,
-    OverwriteOption,
-    PlanFileOption,
-    ReportOption,
-    SeedOption,
-    StoreOption,
-    TaskArgument,
-    app,
-    kept_in_store,
-    option,
-    verb,
-)
+from paredown.cli import application as cli
 from paredown.cli.budget import Budget, needed_budget
 from paredown.cli.inputs import check_new, check_places
 from paredown.cli.output import emit, heading, progress_bar, say, spinner, table, tell
@@ -45,42 +25,44 @@ if TYPE_CHECKING:
 class PickRequest:
     """The arguments of one call of `paredown pick`."""
 
-    task: TaskArgument
-    budget: DefaultBudget = None
-    gpu: GpuOption = None
+    task: cli.TaskArgument
+    budget: cli.DefaultBudget = None
+    gpu: cli.GpuOption = None
     evaluations: Annotated[int, typer.Option(min=0, help="Trials at most; 0: decide by the prior alone.")] = 8
     max_error_increase: Annotated[
         float | None,
-        option(
+        cli.option(
             "Pick the smallest plan whose error is at most this much above the baseline's, such as 0.01.", min=0, metavar="ERROR"
         ),
     ] = None
     confidence: Annotated[float, typer.Option(help="The least probability of that, above 0.5 and below 1.")] = 0.9
-    prior: Annotated[str | None, option("The prior, by name or file. (default: all installed priors)")] = None
-    store: StoreOption = None
-    mode: ModeOption = "store"
-    seed: SeedOption = 0
-    device: HereOption = None
-    out: PlanFileOption = PLAN_FILE
-    overwrite: OverwriteOption = False
-    record: Annotated[Path | None, option("Also write the whole result, for report and train --frontier.", metavar="FILE")] = None
-    report: ReportOption = None
-    is_json: JsonOption = False
+    prior: Annotated[str | None, cli.option("The prior, by name or file. (default: all installed priors)")] = None
+    store: cli.StoreOption = None
+    mode: cli.ModeOption = "store"
+    seed: cli.SeedOption = 0
+    device: cli.HereOption = None
+    out: cli.PlanFileOption = cli.PLAN_FILE
+    overwrite: cli.OverwriteOption = False
+    record: Annotated[Path | None, cli.option("Also write the whole result, for report and train --frontier.", metavar="FILE")] = (
+        None
+    )
+    report: cli.ReportOption = None
+    is_json: cli.JsonOption = False
 
 
-@verb(
-    app,
+@cli.verb(
+    cli.app,
     "pick",
     "paredown pick digits#steps=100 --budget 50% --evaluations 6",
     "paredown pick tasks.py:mine --budget 6GiB --store picks.db --report page.html",
-    panel=CHOOSE,
+    panel=cli.CHOOSE,
 )
 def pick(request: PickRequest) -> None:
     """Pick the plan of least expected error within a budget, from a prior and a few trials; with --store it resumes.
 
     With --max-error-increase, pick the smallest plan whose error is that near to the baseline's; the budget is then 100% unless given.
     """
-    within = needed_budget(request.budget, request.gpu, default=BUDGET if request.max_error_increase is None else "100%")
+    within = needed_budget(request.budget, request.gpu, default=cli.BUDGET if request.max_error_increase is None else "100%")
     check_new(request.out, may_overwrite=request.overwrite)
     check_places({"--out": request.out, "--record": request.record, "--report": request.report})
     task, picked = _picked(request, within)
@@ -94,7 +76,7 @@ def pick(request: PickRequest) -> None:
         tell(*_in_words(picked), size, *(f"The {what} is in {file}." for what, file in written.items()))
     if picked.plan is None:
         say(f"no plan fits {within.argument}, {say_bytes_twice(picked.budget_bytes)}: {picked.reason}")
-        raise typer.Exit(Exit.DOES_NOT_FIT)
+        raise typer.Exit(cli.Exit.DOES_NOT_FIT)
 
 
 def _picked(request: PickRequest, within: Budget) -> tuple[Task, Picked]:
@@ -106,7 +88,7 @@ def _picked(request: PickRequest, within: Budget) -> tuple[Task, Picked]:
 
         task, place = find_any_task(request.task), find_device(request.device)
     size = None if request.budget is None and request.gpu is None else within.size
-    with kept_in_store(request.store is not None), suited_threads(task, place), progress_bar("picking") as progress:
+    with cli.kept_in_store(request.store is not None), suited_threads(task, place), progress_bar("picking") as progress:
         return task, pick_plan(
             task,
             size,
@@ -123,7 +105,6 @@ def _picked(request: PickRequest, within: Budget) -> tuple[Task, Picked]:
 
 
 def _write_files(request: PickRequest, task: Task, picked: Picked) -> dict[str, str]:
-    """Write the requested files, and return their paths by kind."""
     from paredown.cli.inputs import answer_json, write_json
 
     written: dict[str, str] = {}
@@ -157,7 +138,6 @@ def record_of(picked: Picked, task: Task, device: str | None = None) -> Record:
 
 
 def _in_words(picked: Picked) -> list[str]:
-    """Return the lines that describe a pick: the plan and its reason, the Pareto front, and notes."""
     from paredown.study.report.studies import study_of_pick
 
     study = study_of_pick(picked)
@@ -175,10 +155,7 @@ def front(study: Study) -> list[str]:
 
 
 def _step(mark: PlanMark) -> str:
-    """Return a plan's step time as text, relative to the baseline's if that is known.
-
-    A tilde says that it was not measured on this task; "" if the time is unknown.
-    """
+    """Return a plan's step time relative to the baseline's, after a tilde unless it was measured on this task; "" if unknown."""
     if not mark.step_source:
         return ""
     time = f"{mark.step_ratio:.2f}x" if mark.step_ratio is not None else f"{1000 * (mark.step_seconds or 0.0):.3g} ms"

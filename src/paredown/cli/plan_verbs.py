@@ -7,30 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paredown.cli.application import (
-    CHOOSE,
-    LOOK,
-    PLAN_FILE,
-    BatchOption,
-    BudgetOption,
-    GpuOption,
-    JsonOption,
-    ModelArgument,
-    OverwriteOption,
-    PlanFileOption,
-    SeedOption,
-    SubjectOptions,
-    app,
-    option,
-    step_text,
-    verb,
-)
+from paredown.cli import application as cli
 from paredown.cli.budget import Budget, needed_budget
 from paredown.cli.inputs import check_new
 from paredown.cli.output import emit, heading, spinner, table, tell
 from paredown.sizes import parse_bytes, say_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from paredown.cli.subject import Subject
     from paredown.plan.explanation import PlannedSlot
     from paredown.plan.plan import Plan
@@ -43,39 +28,39 @@ SHOWN_SLOTS = 40
 class PlanRequest:
     """The arguments of one call of `paredown plan`."""
 
-    model: ModelArgument
-    budget: BudgetOption = None
-    gpu: GpuOption = None
-    out: PlanFileOption = PLAN_FILE
-    overwrite: OverwriteOption = False
+    model: cli.ModelArgument
+    budget: cli.BudgetOption = None
+    gpu: cli.GpuOption = None
+    out: cli.PlanFileOption = cli.PLAN_FILE
+    overwrite: cli.OverwriteOption = False
     method: Annotated[
         str, typer.Option(help="role, fine_tune, sensitivity (one forward and 16 backward passes), size, operator or random.")
     ] = "role"
     recompute: Annotated[
         bool | None,
-        option("Use activation checkpointing: also for layers with large errors, or never.", "--recompute/--no-recompute"),
+        cli.option("Use activation checkpointing: also for layers with large errors, or never.", "--recompute/--no-recompute"),
     ] = None
-    prefer: Annotated[str | None, option("speed (the least predicted step time, see paredown calibrate) or accuracy.")] = None
+    prefer: Annotated[str | None, cli.option("speed (the least predicted step time, see paredown calibrate) or accuracy.")] = None
     error_allowance: Annotated[
-        float | None, option("With --prefer speed: the largest predicted squared gradient error.", metavar="ERROR", min=0.0)
+        float | None, cli.option("With --prefer speed: the largest predicted squared gradient error.", metavar="ERROR", min=0.0)
     ] = None
-    batch: BatchOption = None
-    step: SubjectOptions
-    seed: SeedOption = 0
-    is_json: JsonOption = False
+    batch: cli.BatchOption = None
+    step: cli.SubjectOptions
+    seed: cli.SeedOption = 0
+    is_json: cli.JsonOption = False
 
     @property
-    def subject_options(self) -> SubjectOptions:
+    def subject_options(self) -> cli.SubjectOptions:
         """The options that change the step."""
         return replace(self.step, batch=self.batch).on_device_of(self.gpu)
 
 
-@verb(
-    app,
+@cli.verb(
+    cli.app,
     "plan",
     "paredown plan digits#batch=256 --budget 50% -o plan.json",
     "paredown plan gpt2/config.json --device cuda --batch 16 --budget 8GiB",
-    panel=CHOOSE,
+    panel=cli.CHOOSE,
 )
 def make_plan(request: PlanRequest) -> None:
     """Make a plan whose predicted peak memory is within a budget, by arithmetic alone."""
@@ -94,7 +79,7 @@ def make_plan(request: PlanRequest) -> None:
         sizes = {"peak_bytes": foot.peak_bytes, "high_bytes": foot.high_bytes, "baseline_bytes": baseline.peak_bytes}
         value = {"model": subject.name, "budget_bytes": allowed, **sizes, "file": str(request.out)}
         return emit({**value, "plan": made.to_json()})
-    fit, step = repr(foot.fits(allowed)), step_text(request.model, options)
+    fit, step = repr(foot.fits(allowed)), cli.step_text(request.model, options)
     hint = f"The plan is in {request.out}. Slot by slot: paredown explain {request.out} --model {step}"
     tell(made.reason, fit[0].upper() + fit[1:], f"The budget is {within.say(allowed)}.", "", hint)
 
@@ -123,65 +108,53 @@ def _probed(subject: Subject, trace: Trace) -> Any:
     return probe(subject.model, subject.batch, trace, loss=subject.loss)
 
 
-@verb(
-    app,
+@cli.verb(
+    cli.app,
     "explain",
     "paredown explain plan.json",
     "paredown explain plan.json --model digits#batch=256",
     "paredown explain lpmm",
-    panel=LOOK,
+    panel=cli.LOOK,
 )
 def explain(
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan.json, a preset, or role=format,...", show_default=False)],
-    model: Annotated[str | None, option("Print every slot of this model.")] = None,
-    batch: BatchOption = None,
+    model: Annotated[str | None, cli.option("Print every slot of this model.")] = None,
+    batch: cli.BatchOption = None,
     *,
-    step: SubjectOptions,
-    is_json: JsonOption = False,
+    step: cli.SubjectOptions,
+    is_json: cli.JsonOption = False,
 ) -> None:
     """Print the rules of a plan; with --model every slot: quantized, pinned or unmodified, and why."""
     from paredown.cli.subject import read_plan
 
-    parsed, told = read_plan(plan), None
+    parsed, on_model, lines = read_plan(plan), dict[str, Any](), list[str]()
     if model is not None:
         with spinner("tracing one step"):
             from paredown.cli.subject import find_subject
+            from paredown.plan.explanation import explain_slots
+            from paredown.plan.footprint import footprint
 
-            told = ExplainedStep.of(find_subject(model, replace(step, batch=batch)), parsed)
+            subject = find_subject(model, replace(step, batch=batch))
+            trace = subject.trace(parsed)
+            slots = explain_slots(trace, parsed)
+            baseline, peak = footprint(subject.trace()).peak_bytes, footprint(trace, parsed).peak_bytes
+        on_model = {"model": subject.name, "baseline_bytes": baseline, "peak_bytes": peak, "slots": [asdict(row) for row in slots]}
+        peaks = f"Peak {say_bytes(peak)} instead of {say_bytes(baseline)}, predicted."
+        lines = ["", heading(f"On {subject.name}"), peaks, "", *_slot_lines(slots)]
     words = parsed.explain().splitlines()
     if is_json:
-        emit({"words": words, "plan": parsed.to_json(), **({} if told is None else asdict(told))})
+        emit({"words": words, "plan": parsed.to_json(), **on_model})
     else:
-        tell(*words, *(() if told is None else told.lines()))
+        tell(*words, *lines)
 
 
-@dataclass(frozen=True)
-class ExplainedStep:
-    """The result of `paredown explain --model`: how a plan stores each slot of a step."""
-
-    model: str
-    baseline_bytes: int
-    peak_bytes: int
-    slots: tuple[PlannedSlot, ...]
-
-    @staticmethod
-    def of(subject: Subject, plan: Plan) -> ExplainedStep:
-        """Return how the plan stores each slot of a step, with the predicted peak under the plan and without it."""
-        from paredown.plan.explanation import explain_slots
-        from paredown.plan.footprint import footprint
-
-        trace = subject.trace(plan)
-        peaks = footprint(subject.trace()).peak_bytes, footprint(trace, plan).peak_bytes
-        return ExplainedStep(subject.name, *peaks, tuple(explain_slots(trace, plan)))
-
-    def lines(self) -> list[str]:
-        """Return the peaks and a table of the slots, the largest first."""
-        rows = sorted(self.slots, key=lambda row: -row.baseline_bytes)
-        cells = [
-            (row.slot, row.role.value, say_bytes(row.baseline_bytes), say_bytes(row.nbytes), row.format, row.what, row.why)
-            for row in rows[:SHOWN_SLOTS]
-        ]
-        printed = table(("slot", "role", "baseline", "stored", "format", "what", "why"), cells, left=2)
-        more = [f"... {len(rows) - SHOWN_SLOTS} smaller slots; --json prints all"] if len(rows) > SHOWN_SLOTS else []
-        peaks = f"Peak {say_bytes(self.peak_bytes)} instead of {say_bytes(self.baseline_bytes)}, predicted."
-        return ["", heading(f"On {self.model}"), peaks, "", *printed, *more]
+def _slot_lines(slots: Sequence[PlannedSlot]) -> list[str]:
+    """Return a table of the slots, the largest first."""
+    rows = sorted(slots, key=lambda row: -row.baseline_bytes)
+    cells = [
+        (row.slot, row.role.value, say_bytes(row.baseline_bytes), say_bytes(row.nbytes), row.format, row.what, row.why)
+        for row in rows[:SHOWN_SLOTS]
+    ]
+    printed = table(("slot", "role", "baseline", "stored", "format", "what", "why"), cells, left=2)
+    more = [f"... {len(rows) - SHOWN_SLOTS} smaller slots; --json prints all"] if len(rows) > SHOWN_SLOTS else []
+    return [*printed, *more]

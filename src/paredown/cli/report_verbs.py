@@ -90,10 +90,7 @@ def serve(
 
 
 def _source(source: str, sweep: str | None) -> Any:
-    """Return the source of the records for `serve`: the store or file that `source` names.
-
-    A store or a record file is read again when it changes, other files are read once.
-    """
+    """Return the source of the records for `serve`; a store or a record file is read again when it changes."""
     from paredown.cli.inputs import read_json_file, read_source
     from paredown.study.report.server import RecordSource, open_source
 

@@ -49,15 +49,7 @@ from paredown.plan.trace import Trace
 from paredown.predict.fake.fake_step import LOSS_EXAMPLE, NO_LOSS, missing_loss
 from paredown.predict.trace_step import trace_step
 from paredown.sizes import parse_bytes
-from paredown.study.tasks.lookup import (
-    WITH_FILE,
-    WITHOUT_FILE,
-    autocast_dtype,
-    call_user_function,
-    check_has_function,
-    find_task,
-    parse_options,
-)
+from paredown.study.tasks import lookup
 from paredown.study.tasks.task import RULES, Task
 from paredown.study.tasks.task_trace import formats_state, resized, trace_task
 
@@ -89,10 +81,7 @@ class Subject:
         return next((len(t) for t in tree_leaves(self.batch) if isinstance(t, Tensor) and t.ndim), 0)
 
     def trace(self, plan: Plan | None = None, batch_size: int | None = None) -> Trace:
-        """Return the trace of this step, for predictions under `plan`; None for the baseline and for the step's own batch size.
-
-        For a task it is the trace that its trials use.
-        """
+        """Return the trace of this step, or of the task's trials, for predictions under `plan` (None: the baseline)."""
         has_state_formats = self.task is not None and formats_state(plan or Plan())  # only traces of tasks depend on the plan
         key = self.batch_size if batch_size is None else batch_size, has_state_formats
         if key not in self._traces:
@@ -151,12 +140,12 @@ def find_subject(text: str, changes: SubjectOptions) -> Subject:
     head, _, tail = text.strip().partition("#")
     head = head.strip()
     if (config := find_config(head)) is not None:
-        model, batch = read_config(config, parse_options(tail), changes.input)
+        model, batch = read_config(config, lookup.parse_options(tail), changes.input)
         subject = Subject(config.parent.name or config.name, model, batch, assumed=_assumed_tokens(batch, tail, changes))
-    elif ":" in head and head.partition(":")[0] not in WITH_FILE:
-        subject = _of_user_code(head, parse_options(tail), changes)
+    elif ":" in head and head.partition(":")[0] not in lookup.WITH_FILE:
+        subject = _of_user_code(head, lookup.parse_options(tail), changes)
     elif head in MODELS:
-        options = {**_length_of(head, changes.input), **parse_options(tail)}
+        options = {**_length_of(head, changes.input), **lookup.parse_options(tail)}
         subject = replace(_of_model(head, options), assumed=_assumed_of_model(head, options))
     else:
         subject = of_task(_task(text, head))
@@ -186,7 +175,7 @@ def _assumed_batch(num: int) -> str:
 
 def _assumed_tokens(batch: Mapping[str, Tensor], tail: str, changes: SubjectOptions) -> tuple[str, ...]:
     """Return texts that tell which batch size and length were assumed for a Hugging Face config."""
-    is_given = changes.input is not None or "length" in parse_options(tail)
+    is_given = changes.input is not None or "length" in lookup.parse_options(tail)
     lengths = [f"length {batch['input_ids'].shape[1]} (--input tokens:N sets it)"] if "input_ids" in batch and not is_given else []
     return (_assumed_batch(CONFIG_BATCH), *lengths)
 
@@ -202,9 +191,9 @@ def find_any_task(text: str) -> Task:
     """Return the task that `text` names, which may be a function of an importable module."""
     head, _, tail = text.strip().partition("#")
     kind, _, function = head.strip().rpartition(":")
-    if not kind or ".py:" in head or head.partition(":")[0] in WITH_FILE:
+    if not kind or ".py:" in head or head.partition(":")[0] in lookup.WITH_FILE:
         return _task(text, head.strip())
-    task = call_user_function(kind, function, parse_options(tail))
+    task = lookup.call_user_function(kind, function, lookup.parse_options(tail))
     if not isinstance(task, Task):
         raise TaskError(
             f"{text}: {function} returned {type(task).__name__}; to train, it must return a paredown.Task (docs/tasks.md)."
@@ -221,16 +210,16 @@ def of_task(task: Task, device: str | None = None) -> Subject:
 
 
 def _task(text: str, head: str) -> Task:
-    known = head.partition(":")[0] in (*WITH_FILE, *WITHOUT_FILE) or ".py:" in head
+    known = head.partition(":")[0] in (*lookup.WITH_FILE, *lookup.WITHOUT_FILE) or ".py:" in head
     if not known:
-        check_has_function(head)
+        lookup.check_has_function(head)
         _check_is_no_config(head)
-        likely = closest(head, (*WITHOUT_FILE, *WITH_FILE, *MODELS))
+        likely = closest(head, (*lookup.WITHOUT_FILE, *lookup.WITH_FILE, *MODELS))
         raise TaskError(
-            f"{head!r} is neither a task nor a model. Closest: {likely}. Allowed: {', '.join(WITHOUT_FILE)}, images:FILE, text:FILE, "
-            f"{', '.join(MODELS)}, file.py:function, module:function, or a folder with a Hugging Face config.json."
+            f"{head!r} is neither a task nor a model. Closest: {likely}. Allowed: {', '.join(lookup.WITHOUT_FILE)}, images:FILE, "
+            f"text:FILE, {', '.join(MODELS)}, file.py:function, module:function, or a folder with a Hugging Face config.json."
         )
-    return find_task(text)
+    return lookup.find_task(text)
 
 
 def _check_is_no_config(head: str) -> None:
@@ -257,7 +246,7 @@ def _changed(subject: Subject, changes: SubjectOptions) -> Subject:
     return replace(
         subject,
         optimizer=optimizer,
-        autocast=subject.autocast if changes.autocast is None else autocast_dtype(changes.autocast),
+        autocast=subject.autocast if changes.autocast is None else lookup.autocast_dtype(changes.autocast),
         device=changes.device,
         compiled=changes.compiled,
         chunked_loss=subject.chunked_loss if changes.chunked_loss is None else changes.chunked_loss,
@@ -272,7 +261,6 @@ def _length_of(name: str, input: str | None) -> dict[str, Any]:
 
 
 def _of_model(name: str, options: Mapping[str, Any]) -> Subject:
-    """Return the step of a built-in network; `options`: its keywords, and `picture`, `length` and `batch` of its input."""
     sizes = {"picture": options.get("picture", PICTURE), "length": options.get("length", LENGTH)}
     keywords = {key: value for key, value in options.items() if key not in ("picture", "length", "batch")}
     keywords |= {"picture": sizes["picture"]} if name == "vit" else {"context": sizes["length"]} if name == "gpt" else {}
@@ -287,11 +275,10 @@ def _of_model(name: str, options: Mapping[str, Any]) -> Subject:
 
 
 def _of_user_code(head: str, options: Mapping[str, Any], changes: SubjectOptions) -> Subject:
-    """Return the step that a user's function returns: a Task, a model, or a tuple with a model and a batch."""
     file, _, function = head.rpartition(":")
     if file.endswith(".py") and not Path(file).is_file():
         raise TaskError(f"{file}: there is no such file.")
-    made = call_user_function(Path(file) if file.endswith(".py") else file, function, options)
+    made = lookup.call_user_function(Path(file) if file.endswith(".py") else file, function, options)
     if isinstance(made, Task):
         return of_task(made)
     if isinstance(made, nn.Module):

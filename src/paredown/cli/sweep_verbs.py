@@ -1,7 +1,7 @@
 """`paredown sweep run|status|export|merge` and `paredown worker`: many trials, resumable. docs/sweeps.md is the guide.
 
-`work_on` shows progress: on a terminal a bar, trials per minute, the time left and the best plans; in a pipe one JSON object per line,
-`finished` for each result after it is in the store, and `progress` every ten seconds.
+`WorkRequest.work_on` shows progress: on a terminal a bar, trials per minute, the time left and the best plans; in a pipe one JSON object
+per line, `finished` for each result after it is in the store, and `progress` every ten seconds.
 """
 
 from __future__ import annotations
@@ -10,24 +10,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paredown.cli.application import (
-    MANY,
-    JsonOption,
-    StoreOption,
-    SweepOption,
-    TasksOption,
-    app,
-    kept_in_store,
-    option,
-    verb,
-)
+from paredown.cli import application as cli
 from paredown.cli.output import clean, emit, say, tell, to_json
 from paredown.errors import ParedownError
 
@@ -38,8 +28,7 @@ if TYPE_CHECKING:
     from paredown.study.sweeps.status import SweepProgress, SweepWatcher
     from paredown.study.sweeps.store import Store
     from paredown.study.sweeps.sweep import Claim
-    from paredown.study.sweeps.worker import WorkerOptions
-    from paredown.study.tasks.trial import Trial
+    from paredown.study.tasks.trial import Status, Trial
 
 
 PIPE_SECONDS = 10.0  # between lines of progress in a pipe
@@ -48,27 +37,13 @@ BAR_WIDTH = 60
 ENGINES_HELP = "Where trials run: local (a process each), graphs (simulated trials in CUDA graphs), inline, or ray."
 
 
-def work_on(opened: Store, engine: Engine, options: WorkerOptions, *, is_json: bool) -> None:
-    """Run the unfinished trials of the store `opened` with an engine, which starts their processes, and show progress."""
-    from paredown.study.sweeps.status import SweepWatcher
-    from paredown.study.sweeps.worker import work
-
-    is_terminal = sys.stdout.isatty() and not is_json
-    watcher = SweepWatcher(opened, options.sweep, seconds=1.0 if is_terminal else PIPE_SECONDS)
-    with _terminal(watcher) if is_terminal else _pipe(watcher) as (on_result, idle, say):
-        work(opened, engine, replace(options, on_result=on_result, idle=idle, say=say))
-
-
 # callbacks of WorkerOptions: after each result, between results, for messages
 Callbacks = tuple["Callable[[Claim, Trial], object]", "Callable[[], object]", "Callable[[str], object]"]
 
 
 @contextmanager
 def _pipe(watcher: SweepWatcher) -> Generator[Callbacks]:
-    """Return a context that yields callbacks which print results and progress as lines of JSON.
-
-    Other output goes to stderr.
-    """
+    """Return a context that yields callbacks which print results and progress as lines of JSON; other output goes to stderr."""
     lines = partial(print, file=sys.stdout, flush=True)
 
     def on_result(claim: Claim, trial: Trial) -> None:
@@ -88,7 +63,6 @@ def _pipe(watcher: SweepWatcher) -> Generator[Callbacks]:
 
 @contextmanager
 def _terminal(watcher: SweepWatcher) -> Generator[Callbacks]:
-    """Return a context that yields callbacks which redraw a display of progress."""
     from rich.live import Live
 
     with Live(refresh_per_second=4) as live:
@@ -109,7 +83,6 @@ def _terminal(watcher: SweepWatcher) -> Generator[Callbacks]:
 
 
 def _display(sweeps: list[SweepProgress]) -> Any:
-    """Return a table (of the library rich) with a progress bar, counts of trials and the best plans of each sweep."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
     from rich.text import Text
@@ -126,21 +99,21 @@ def _display(sweeps: list[SweepProgress]) -> Any:
 # --- the subcommands -------------------------------------------------------------------------------------------------
 
 sweep_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Many trials: tasks x plans x seeds, resumable.")
-app.add_typer(sweep_app, name="sweep", rich_help_panel=MANY)
+cli.app.add_typer(sweep_app, name="sweep", rich_help_panel=cli.MANY)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkRequest:
     """The arguments that `paredown sweep run` and `paredown worker` share."""
 
-    store: StoreOption = None
-    tasks: TasksOption = None
-    slots: Annotated[int | None, option("Trials that run in parallel. (default: one per GPU, or one)", min=1)] = None
-    ray: Annotated[Path | None, option("With --engine ray: GPUs, placement and environment of a trial.", metavar="FILE")] = None
+    store: cli.StoreOption = None
+    tasks: cli.TasksOption = None
+    slots: Annotated[int | None, cli.option("Trials that run in parallel. (default: one per GPU, or one)", min=1)] = None
+    ray: Annotated[Path | None, cli.option("With --engine ray: GPUs, placement and environment of a trial.", metavar="FILE")] = None
     patience: Annotated[
         float, typer.Option(min=1.0, help="Seconds without a heartbeat after which a worker's trials run elsewhere.")
     ] = 20.0
-    is_json: JsonOption = False
+    is_json: cli.JsonOption = False
 
     def ray_options(self) -> RayOptions | None:
         """Return the options in the file of --ray; None without one."""
@@ -148,47 +121,46 @@ class WorkRequest:
 
         return None if self.ray is None else RayOptions.load(self.ray)
 
-    def worker_options(self, sweep: str | None, folder: TaskFolder, *, stays: bool = False) -> WorkerOptions:
-        """Return the options of a worker that runs trials of `sweep` (None: of all sweeps) whose tasks `folder` does not refuse.
+    def work_on(self, opened: Store, sweep: str | None, folder: TaskFolder, engine: Engine, *, stays: bool = False) -> None:
+        """Run trials of `sweep` (None: of all) whose tasks `folder` does not refuse, show progress, and wait for new ones if `stays`."""
+        from paredown.study.sweeps.status import SweepWatcher
+        from paredown.study.sweeps.worker import WorkerOptions, work
 
-        If `stays`, it waits for new trials when all are finished.
-        """
-        from paredown.study.sweeps.worker import WorkerOptions
+        is_terminal = sys.stdout.isatty() and not self.is_json
+        watcher = SweepWatcher(opened, sweep, seconds=1.0 if is_terminal else PIPE_SECONDS)
+        with _terminal(watcher) if is_terminal else _pipe(watcher) as callbacks:
+            work(opened, engine, WorkerOptions(sweep, folder.refuses, *callbacks, stays=stays, patience_seconds=self.patience))
 
-        return WorkerOptions(sweep, folder.refuses, stays=stays, patience_seconds=self.patience)
 
-
-@verb(sweep_app, "run", "paredown sweep run sweep.toml --slots 4", "paredown sweep run sweep.toml --again failed,killed")
+@cli.verb(sweep_app, "run", "paredown sweep run sweep.toml --slots 4", "paredown sweep run sweep.toml --again failed,killed")
 def sweep_run(
     file: Annotated[Path, typer.Argument(help="The sweep, a TOML file.")],
     *,
     request: WorkRequest,
-    engine: Annotated[str | None, option(f"{ENGINES_HELP} (default: chosen for the sweep)")] = None,
+    engine: Annotated[str | None, cli.option(f"{ENGINES_HELP} (default: chosen for the sweep)")] = None,
     again: Annotated[str, typer.Option(help="Run trials with these statuses again, such as failed,killed.")] = "",
 ) -> None:
     """Run a sweep to its end. After an interruption the same command runs the trials that are left."""
     from paredown.study.sweeps.runner import TaskFolder, add_sweep, engine_for, make_engine, report_infeasible
     from paredown.study.sweeps.sweep_file import load_sweep
     from paredown.study.tasks.task_trace import predicted_bytes
-    from paredown.study.tasks.trial import Status
 
     loaded = load_sweep(file)
     folder = TaskFolder((request.tasks or loaded.folder).resolve())
     chosen, of_ray = engine or engine_for(loaded.sweep), request.ray_options()
-    with kept_in_store(), open_store(request.store or loaded.store or str(file.with_suffix(".db"))) as opened:
+    with cli.kept_in_store(), open_store(request.store or loaded.store or str(file.with_suffix(".db"))) as opened:
         added = add_sweep(loaded.sweep, opened, cost=lambda task, plan: predicted_bytes(task, plan, folder.path))
-        reopened = opened.reopen(loaded.sweep.name, _statuses(again, Status)) if again else 0
+        reopened = opened.reopen(loaded.sweep.name, _statuses(again)) if again else 0
         counts = f"{added.num_new} trials are new, {added.num_there} were there, {reopened} run again"
         say(f"{counts}; store {opened.database.name}, engine {chosen}")
         report_infeasible(opened, loaded.sweep.name, say)
-        made = make_engine(chosen, folder, slots=request.slots, ray=of_ray)
-        work_on(opened, made, request.worker_options(loaded.sweep.name, folder), is_json=request.is_json)
+        request.work_on(opened, loaded.sweep.name, folder, make_engine(chosen, folder, slots=request.slots, ray=of_ray))
 
 
-@verb(app, "worker", "paredown worker --store trials.db --tasks my_tasks", panel=MANY)
+@cli.verb(cli.app, "worker", "paredown worker --store trials.db --tasks my_tasks", panel=cli.MANY)
 def worker(
     request: WorkRequest,
-    sweep: SweepOption = None,
+    sweep: cli.SweepOption = None,
     engine: Annotated[str, typer.Option(help=ENGINES_HELP)] = "local",
     stays: Annotated[bool, typer.Option("--stay", help="Keep running and wait for new trials when all are finished.")] = False,
     wait: Annotated[str, typer.Option(help="How long to wait for a store that is not there yet, or has no trials yet.")] = "60s",
@@ -200,16 +172,16 @@ def worker(
 
     address, seconds, of_ray = needed(request.store), parse_seconds(wait), request.ray_options()
     with ExitStack() as stack:
-        stack.enter_context(kept_in_store())
+        stack.enter_context(cli.kept_in_store())
         none = None if request.tasks else stack.enter_context(tempfile.TemporaryDirectory())
         folder = TaskFolder(Path(request.tasks or str(none)).resolve())
         opened = stack.enter_context(wait_for_store(address, seconds=seconds, sweep=sweep, needs_trials=not stays, say=say))
         made = make_engine(engine, folder, slots=request.slots, ray=of_ray)
-        work_on(opened, made, request.worker_options(sweep, folder, stays=stays), is_json=request.is_json)
+        request.work_on(opened, sweep, folder, made, stays=stays)
 
 
-@verb(sweep_app, "status", "paredown sweep status --store trials.db")
-def sweep_status(store: StoreOption = None, is_json: JsonOption = False) -> None:
+@cli.verb(sweep_app, "status", "paredown sweep status --store trials.db")
+def sweep_status(store: cli.StoreOption = None, is_json: cli.JsonOption = False) -> None:
     """Print the counts of trials of each sweep in a store, and the best plan of each task: least mean error over seeds."""
     from paredown.study.sweeps.status import count, find_best, find_infeasible
 
@@ -226,12 +198,12 @@ def sweep_status(store: StoreOption = None, is_json: JsonOption = False) -> None
                 emit({"event": "status", **counts.to_json(), **pairs, "best": [one.to_json() for one in best]})
 
 
-@verb(sweep_app, "export", "paredown sweep export trials.csv --store trials.db")
+@cli.verb(sweep_app, "export", "paredown sweep export trials.csv --store trials.db")
 def sweep_export(
     to: Annotated[Path, typer.Argument(help="A file ending in .csv, .json or .parquet.")],
-    store: StoreOption = None,
-    sweep: SweepOption = None,
-    is_json: JsonOption = False,
+    store: cli.StoreOption = None,
+    sweep: cli.SweepOption = None,
+    is_json: cli.JsonOption = False,
 ) -> None:
     """Write the trials of a store to a file."""
     from paredown.study.sweeps.export import export
@@ -244,11 +216,11 @@ def sweep_export(
         say(f"{num} trials in {to}")
 
 
-@verb(sweep_app, "merge", "paredown sweep merge other.db --store trials.db")
+@cli.verb(sweep_app, "merge", "paredown sweep merge other.db --store trials.db")
 def sweep_merge(
     source: Annotated[str, typer.Argument(help="The store to copy trials from; it is not changed.")],
-    store: StoreOption = None,
-    is_json: JsonOption = False,
+    store: cli.StoreOption = None,
+    is_json: cli.JsonOption = False,
 ) -> None:
     """Copy the trials of another store into --store."""
     from paredown.study.sweeps.export import merge
@@ -275,9 +247,11 @@ def open_store(address: str, *, may_create: bool = True) -> Store:
     return Store(address, may_create=may_create, say=say)
 
 
-def _statuses(text: str, kind: Any) -> list[Any]:
-    allowed = {status.value: status for status in kind}
-    wrong = [word for word in text.split(",") if word.strip() not in allowed]
-    if wrong:
-        raise ParedownError(f"--again: status {wrong[0]!r} is unknown. Allowed: {', '.join(allowed)}.")
+def _statuses(text: str) -> list[Status]:
+    from paredown.study.tasks.trial import Status
+
+    allowed = {status.value: status for status in Status}
+    for word in text.split(","):
+        if word.strip() not in allowed:
+            raise ParedownError(f"--again: status {word!r} is unknown. Allowed: {', '.join(allowed)}.")
     return [allowed[word.strip()] for word in text.split(",")]

@@ -9,23 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paredown.cli.application import (
-    CHOOSE,
-    BudgetOption,
-    Exit,
-    GpuOption,
-    HereOption,
-    JsonOption,
-    ModeOption,
-    SeedOption,
-    TaskArgument,
-    app,
-    option,
-    plan_names,
-    say_missing,
-    starting,
-    verb,
-)
+from paredown.cli import application as cli
 from paredown.cli.budget import Budget, read_budget
 from paredown.cli.inputs import check_places, write_json
 from paredown.cli.output import BASELINE, emit, heading, progress_bar, say, spinner, table, tell
@@ -49,25 +33,27 @@ MUCH_MORE = 1.15  # measured over predicted peak, above which a note is printed
 class TrainRequest:
     """The arguments of one call of `paredown train`."""
 
-    task: TaskArgument
+    task: cli.TaskArgument
     plan: Annotated[
-        str | None, option("A plan.json, a preset, or role=format,...", metavar="PLAN", autocompletion=starting(plan_names))
+        str | None,
+        cli.option("A plan.json, a preset, or role=format,...", metavar="PLAN", autocompletion=cli.starting(cli.plan_names)),
     ] = None
-    budget: BudgetOption = None
-    gpu: GpuOption = None
+    budget: cli.BudgetOption = None
+    gpu: cli.GpuOption = None
     compare: Annotated[bool, typer.Option("--compare", help="Also train the baseline (no plan) from the same seed.")] = False
     verify: Annotated[
         bool, typer.Option("--verify", help="First compare gradients under the plan with those of the unmodified model.")
     ] = False
-    seed: SeedOption = 0
-    device: HereOption = None
-    mode: ModeOption = "store"
-    save: Annotated[Path | None, option("Save the weights here: .safetensors or .pt.", metavar="FILE")] = None
-    out: Annotated[Path | None, option("Write the result here.", "--out", "-o", metavar="FILE")] = None
+    seed: cli.SeedOption = 0
+    device: cli.HereOption = None
+    mode: cli.ModeOption = "store"
+    save: Annotated[Path | None, cli.option("Save the weights here: .safetensors or .pt.", metavar="FILE")] = None
+    out: Annotated[Path | None, cli.option("Write the result here.", "--out", "-o", metavar="FILE")] = None
     frontier: Annotated[
-        Path | None, option("The output of pick --record; if memory runs out, a smaller plan is suggested from it.", metavar="FILE")
+        Path | None,
+        cli.option("The output of pick --record; if memory runs out, a smaller plan is suggested from it.", metavar="FILE"),
     ] = None
-    is_json: JsonOption = False
+    is_json: cli.JsonOption = False
 
     def checked_budget(self) -> Budget | None:
         """Return the budget, None without one; raise BadParameter if other options contradict it."""
@@ -82,12 +68,12 @@ class TrainRequest:
         return budget
 
 
-@verb(
-    app,
+@cli.verb(
+    cli.app,
     "train",
     "paredown train digits#steps=200 --plan plan.json --compare",
     "paredown train tasks.py:mine --budget 6GiB --save weights.safetensors",
-    panel=CHOOSE,
+    panel=cli.CHOOSE,
 )
 def train(request: TrainRequest) -> None:
     """Train a task under a plan, or under a plan made for a budget; without either, train the baseline."""
@@ -104,32 +90,34 @@ def train(request: TrainRequest) -> None:
         else:
             with within.in_errors():
                 name, plan = f"within {request.budget or request.gpu}", of_task(task, request.device).plan_within(within.size)
-    runs = [*_baseline_run(plan, compares=request.compare), TrainingRun(name, plan)]
-    last = runs[-1]
+    last = TrainingRun(name, plan)
+    has_baseline = request.compare and not plan.changes_nothing
+    runs = [TrainingRun(BASELINE, replace(plan, rules=(), recompute=(), reason="")), last] if has_baseline else [last]
     verified = _verified(last, task, request) if request.verify else {}
     for run in runs:
         keeps_model = request.save is not None and run is last
         run.train(task, seed=request.seed, device=request.device, mode=request.mode, keeps_model=keeps_model)
-    ends = _saved_weights(last, request.save)
+    ends: list[str] = []
+    if request.save is not None and last.is_done:
+        write_weights(last.model, request.save)
+        ends.append(f"The weights are in {request.save}.")
     advice = last.advice(task, frontier)
     value = {"task": task.name, "runs": [run.to_json() for run in runs], "advice": advice, **verified}
     if request.out is not None:
         write_json(request.out, value)
-    ends += [f"The budget is {within.say(_budget_bytes(within, task, request.device))}."] if within else []
+    if within:
+        from paredown.plan.footprint import footprint
+        from paredown.study.tasks.task_trace import trace_task
+
+        whole = footprint(trace_task(task, device=request.device)).peak_bytes
+        ends.append(f"The budget is {within.say(parse_bytes(within.size, whole=whole))}.")
     emit(value) if request.is_json else tell(*runs_table(task.name, runs), *ends)
-    _exit_if_failed(last, advice)
-
-
-def _saved_weights(run: TrainingRun, to: Path | None) -> list[str]:
-    """Write the weights of a finished run to the file `to`, and return a sentence about it; return [] if `to` is None."""
-    if to is None or not run.is_done:
-        return []
-    write_weights(run.model, to)
-    return [f"The weights are in {to}."]
+    if not last.is_done:
+        say(f"{last.name}: {last.trial.status.value}: {last.trial.reason}." + (f" {advice}" if advice else ""))
+        raise typer.Exit(cli.Exit.ENDED_BADLY)
 
 
 def _verification(task: Task, plan: Plan, request: TrainRequest) -> Verification:
-    """Return the comparison of the first batch's gradients under a plan with those of the unmodified model."""
     from paredown.check.verify import verify
     from paredown.study.tasks.evaluate import deterministic, make_setting, seeded
 
@@ -158,21 +146,7 @@ def _verified(run: TrainingRun, task: Task, request: TrainRequest) -> dict[str, 
     if request.is_json:
         emit(value)
     say(f"{run.name}: gradients under the plan are not those of the unmodified model; nothing was trained. See the slots at fault.")
-    raise typer.Exit(Exit.ENDED_BADLY)
-
-
-def _baseline_run(plan: Plan, *, compares: bool) -> list[TrainingRun]:
-    """Return the run of the baseline that --compare adds; none if `plan` is the baseline itself."""
-    return (
-        [TrainingRun(BASELINE, replace(plan, rules=(), recompute=(), reason=""))] if compares and not plan.changes_nothing else []
-    )
-
-
-def _exit_if_failed(last: TrainingRun, advice: str | None) -> None:
-    """Exit with status 4 and the reason if the run did not finish."""
-    if not last.is_done:
-        say(f"{last.name}: {last.trial.status.value}: {last.trial.reason}." + (f" {advice}" if advice else ""))
-        raise typer.Exit(Exit.ENDED_BADLY)
+    raise typer.Exit(cli.Exit.ENDED_BADLY)
 
 
 @dataclass
@@ -181,20 +155,8 @@ class TrainingRun:
 
     name: str
     plan: Plan
-    _trial: Trial | None = None
-    _model: nn.Module | None = None
-
-    @property
-    def trial(self) -> Trial:
-        """The measured trial."""
-        assert self._trial is not None
-        return self._trial
-
-    @property
-    def model(self) -> nn.Module:
-        """The trained model, with plain weights."""
-        assert self._model is not None
-        return self._model
+    trial: Any = None  # the measured Trial
+    model: Any = None  # the trained nn.Module, with plain weights
 
     @property
     def is_done(self) -> bool:
@@ -209,18 +171,21 @@ class TrainingRun:
         setting = make_setting(task, self.plan, seed=seed, device=device, mode=mode)
         with suited_threads(task, setting.device), progress_bar(f"training {self.name}") as report:
             progress = lambda step, steps, loss: report(step, steps, f"loss {loss:.4f}")  # noqa: E731
-            self._trial, model = trial_and_model(setting, progress)
-        self._model = model if keeps_model else None
+            self.trial, model = trial_and_model(setting, progress)
+        self.model = model if keeps_model else None
 
     def advice(self, task: Task, frontier: Frontier | None) -> str | None:
         """Return advice after a run that ran out of memory: the role that grew most, and a smaller plan; otherwise None."""
         if self.trial.status.value != "out_of_memory":
             return None
+        from torch import cuda
+
         from paredown.check.out_of_memory import explain_shortage
         from paredown.cli.subject import of_task
 
         front = {point.label: point.predicted_bytes for point in frontier.front()} if frontier else None
-        return str(explain_shortage(of_task(task).trace(self.plan), self.plan, candidates=front, available_bytes=_available()))
+        available = cuda.mem_get_info()[1] if cuda.is_available() else None
+        return explain_shortage(of_task(task).trace(self.plan), self.plan, candidates=front, available_bytes=available)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON value: the trial and its name."""
@@ -244,10 +209,7 @@ def runs_table(task: str, runs: list[TrainingRun]) -> list[str]:
 
 
 def _excess(run: TrainingRun) -> str:
-    """Return a note if the peak measured on a GPU is far above the predicted one; "" otherwise.
-
-    There is none on a CPU, whose operators always use workspace.
-    """
+    """Return a note if the peak measured on a GPU is far above the predicted one; "" otherwise, and on a CPU."""
     from paredown.sizes import say_bytes
 
     measured, predicted = run.trial.measured_peak_bytes, run.trial.predicted_peak_bytes
@@ -257,19 +219,12 @@ def _excess(run: TrainingRun) -> str:
     return f"{more} Where these are convolutions, Task(..., channels_last=True) avoids most of it (docs/limits.md)."
 
 
-def _budget_bytes(budget: Budget, task: Task, device: str | None) -> int:
-    from paredown.plan.footprint import footprint
-    from paredown.study.tasks.task_trace import trace_task
-
-    return parse_bytes(budget.size, whole=footprint(trace_task(task, device=device)).peak_bytes)
-
-
 def check_weights_file(path: Path | None) -> None:
     """Raise an error, before training starts, if weights cannot be saved to `path`."""
     if path is not None and path.suffix not in (".safetensors", ".pt"):
         raise typer.BadParameter(f"{path} ends in {path.suffix!r}; the name must end in .safetensors or .pt.", param_hint="--save")
     if path is not None and path.suffix == ".safetensors" and find_spec("safetensors") is None:
-        raise ParedownError(say_missing("safetensors"))
+        raise ParedownError(cli.say_missing("safetensors"))
 
 
 def write_weights(model: nn.Module, path: Path) -> None:
@@ -281,21 +236,11 @@ def write_weights(model: nn.Module, path: Path) -> None:
             state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
             with part.open("wb") as file:
                 torch.save(state, file)
-        else:
-            _write_safetensors(model, part)
+            return
+        from safetensors import SafetensorError
+        from safetensors.torch import save_model
 
-
-def _write_safetensors(model: nn.Module, path: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_model
-
-    try:
-        save_model(model, str(path))
-    except SafetensorError as error:  # of a full disk, too
-        raise OSError(None, str(error)) from None
-
-
-def _available() -> int | None:
-    import torch
-
-    return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+        try:
+            save_model(model, str(part))
+        except SafetensorError as error:  # of a full disk, too
+            raise OSError(None, str(error)) from None

@@ -109,10 +109,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         return (self.plan, self._options) == (other.plan, other._options)
 
     def put_on(self, model: Any) -> None:
-        """Apply the plan to `model`.
-
-        A session that an earlier `attach` opened on it is used again if plan and options are the same; otherwise it is closed first.
-        """
+        """Apply the plan to `model`; a session of an earlier `attach` is used again if plan and options are the same, else closed."""
         earlier = session_of(unwrapped(model))
         if earlier is not None and _ATTACHED.get(earlier) == (self.plan, self._options):
             self.go_on_with(earlier, unwrapped(model))
@@ -218,7 +215,6 @@ def _sgd_arguments(args: Any) -> dict[str, Any]:
 
 
 def _optim(args: Any) -> str:
-    """Return `TrainingArguments.optim` as a string."""
     return str(getattr(args.optim, "value", args.optim))
 
 
@@ -270,17 +266,13 @@ def attach(
 
 
 def _close_earlier(trainer: Any) -> None:
-    """Close the session that an earlier `attach` has left open on the trainer's model."""
     session = session_of(unwrapped(trainer.model))
     if session is not None and session in _ATTACHED:
         session.close()
 
 
 def _remove_earlier(trainer: Any, callback: TrainerPlanCallback) -> None:
-    """Remove the callbacks that earlier calls of `attach` added to the trainer.
-
-    The optimizers that they chose are removed too, unless `callback` continues their session.
-    """
+    """Remove callbacks of earlier `attach` calls, and optimizers that they chose unless `callback` continues their session."""
     for earlier in [each for each in trainer.callback_handler.callbacks if isinstance(each, TrainerPlanCallback)]:
         trainer.callback_handler.callbacks.remove(earlier)
         earlier.detach()
@@ -291,7 +283,6 @@ def _remove_earlier(trainer: Any, callback: TrainerPlanCallback) -> None:
 
 
 def _drop_optimizer(trainer: Any) -> None:
-    """Remove the trainer's optimizer, its state and its scheduler, so that the next `train()` creates new ones."""
     if trainer.optimizer is not None:
         dropped = unwrap_optimizer(trainer.optimizer)
         for parameter in [p for group in dropped.param_groups for p in group["params"]]:
@@ -360,10 +351,7 @@ def _traced_optimizer(trainer: Any, name: str | None) -> Any:
 
 
 def _traced_optimizer_name(trainer: Any, name: str | None) -> str | None:
-    """Return the name under which `trace_step` knows the trainer's optimizer; None if there is none.
-
-    `name` is the optimizer that the user requested; None for the trainer's own.
-    """
+    """Return the name under which `trace_step` knows the trainer's optimizer, or the one requested by `name`; None if none."""
     own = trainer.optimizer_cls_and_kwargs
     equal = own[0].__name__.lower() if name is None and own is not None else name or EQUALS.get(_optim(trainer.args))
     if equal == "sgd":
@@ -391,7 +379,6 @@ def _explain_errors(trainer: Any, callback: TrainerPlanCallback, optimizer: str 
 
 
 def _check_attached(trainer: Any, plan: Any, budget: Any) -> None:
-    """Raise ApplyError unless `trainer` is a Trainer, and either a plan or a budget is given."""
     if hasattr(trainer, "callback_handler"):
         if (plan is None) == (budget is None):
             raise ApplyError("attach takes a plan or a budget: attach(trainer, plan), or attach(trainer, budget='24GiB').")

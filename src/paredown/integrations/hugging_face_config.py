@@ -66,7 +66,9 @@ def read_config(path: Path, options: Mapping[str, Any], input: str | None) -> tu
         raise TaskError(
             f"option {unknown[0]!r} is unknown for a Hugging Face config. Allowed: length, dtype ({', '.join(CONFIG_DTYPES)})."
         )
-    value = _object(path)
+    value = read_json(path, "config", TaskError, most_bytes=LARGEST)
+    check_config(value, path)
+    value = _without_fetched(value)
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -80,12 +82,6 @@ def read_config(path: Path, options: Mapping[str, Any], input: str | None) -> tu
     except Exception as error:  # transformers raises exceptions of any type for an invalid config
         raise TaskError(f"{path.parent.name}/{NAME} describes no model that transformers can make: {_first_line(error)}.") from None
     return model, _batch(model, config, _length(config, options, input))
-
-
-def _object(path: Path) -> dict[str, Any]:
-    value = read_json(path, "config", TaskError, most_bytes=LARGEST)
-    check_config(value, path)
-    return _without_fetched(value)
 
 
 def _without_fetched(value: Any) -> Any:
@@ -134,23 +130,19 @@ def _length(config: Any, options: Mapping[str, Any], input: str | None) -> int:
 
 
 def _batch(model: nn.Module, config: Any, length: int) -> dict[str, Tensor]:
-    """Return a batch as keyword arguments: pictures, or texts of `length` tokens, whichever the model takes."""
     name = str(getattr(model, "main_input_name", ""))
     has_one = type(model).__name__.endswith(ONE_LABEL)
     if name == "input_ids":
         ids = torch.zeros((CONFIG_BATCH, length), dtype=torch.int64)
         return {name: ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0].clone() if has_one else ids.clone()}
     if name == "pixel_values":
-        shape = (CONFIG_BATCH, int(getattr(config, "num_channels", 3)), *_sides(getattr(config, "image_size", 224)))
+        size = getattr(config, "image_size", 224)
+        sides = (int(size[0]), int(size[-1])) if isinstance(size, list | tuple) else (int(size), int(size))
+        shape = (CONFIG_BATCH, int(getattr(config, "num_channels", 3)), *sides)
         return {name: torch.empty(shape, device="meta"), "labels": torch.zeros(CONFIG_BATCH, dtype=torch.int64)}
     raise TaskError(
         f"{type(model).__name__} takes {name!r}, for which no random batch can be made: write a function that returns (model, batch)."
     )
-
-
-def _sides(size: Any) -> tuple[int, int]:
-    pair = tuple(size) if isinstance(size, list | tuple) else (size, size)
-    return int(pair[0]), int(pair[-1])
 
 
 def _first_line(error: Exception) -> str:

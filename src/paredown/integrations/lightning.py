@@ -75,10 +75,7 @@ class PareCallback(AppliedPlan, Callback):
         self.trace = trace or (guard.trace if guard is not None else None)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Apply the plan, before optimizers are configured and checkpoints are loaded.
-
-        If a session is open on this module already, it is used again.
-        """
+        """Apply the plan, before optimizers are configured and checkpoints are loaded; an open session on this module is used again."""
         if stage != "fit":
             return
         part = called_part(pl_module, self.module)
@@ -122,10 +119,7 @@ class PareCallback(AppliedPlan, Callback):
             pl_module.log_dict(self._monitor.numbers(trainer.optimizers[0] if trainer.optimizers else None))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Add an explanation to an out-of-memory error.
-
-        The session stays open: to decode all weights could need more memory.
-        """
+        """Add an explanation to an out-of-memory error; the session stays open, since decoding could need more memory."""
         add_explanation(exception, self.trace, self.plan)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -157,9 +151,7 @@ def _loss_of_step(output: Any) -> Tensor:
 
 
 def called_part(module: nn.Module, name: str | None) -> nn.Module:
-    """Return the part of a LightningModule that the plan is applied to: `name`, else the only child with parameters, else all of
-    it.
-    """
+    """Return the part of a LightningModule that the plan is applied to: `name`, else the only child with parameters, else all of it."""
     if name is not None:
         try:
             return module.get_submodule(name)
@@ -181,6 +173,11 @@ def _mixed() -> Precision:
 
 
 BY_NAME: Mapping[str, Callable[[], Precision]] = {"32-true": Precision, "bf16-mixed": _mixed}
+
+
+def _of_inner(name: str) -> Any:
+    """Return a method that calls the method of this name of the wrapped plugin."""
+    return lambda self, *args, **kwargs: getattr(self.inner, name)(*args, **kwargs)
 
 
 @final
@@ -222,11 +219,12 @@ class PlanPrecision(AppliedPlan, Precision):
 
     # --- delegated to the wrapped plugin ----------------------------------------------------------------------------------
 
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return self.inner.tensor_init_context()
-
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        return self.inner.module_init_context()
+    tensor_init_context, module_init_context = _of_inner("tensor_init_context"), _of_inner("module_init_context")
+    convert_input, convert_output = _of_inner("convert_input"), _of_inner("convert_output")
+    pre_backward, backward, post_backward = _of_inner("pre_backward"), _of_inner("backward"), _of_inner("post_backward")
+    optimizer_step, main_params = _of_inner("optimizer_step"), _of_inner("main_params")
+    unscale_gradients = _of_inner("unscale_gradients")
+    state_dict, load_state_dict = _of_inner("state_dict"), _of_inner("load_state_dict")
 
     def forward_context(self) -> AbstractContextManager[Any]:
         module = self._module() if self._is_named else None
@@ -234,33 +232,3 @@ class PlanPrecision(AppliedPlan, Precision):
         if place is not None and isinstance(self.inner, MixedPrecision):
             self.inner.device = place.device.type
         return self.inner.forward_context()
-
-    def convert_input(self, data: Any) -> Any:
-        return self.inner.convert_input(data)
-
-    def convert_output(self, data: Any) -> Any:
-        return self.inner.convert_output(data)
-
-    def pre_backward(self, tensor: Any, module: Any) -> Any:
-        return self.inner.pre_backward(tensor, module)
-
-    def backward(self, tensor: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        self.inner.backward(tensor, model, *args, **kwargs)
-
-    def post_backward(self, tensor: Any, module: Any) -> Any:
-        return self.inner.post_backward(tensor, module)
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        return self.inner.optimizer_step(optimizer, **kwargs)
-
-    def main_params(self, optimizer: Any) -> Any:
-        return self.inner.main_params(optimizer)
-
-    def unscale_gradients(self, optimizer: Any) -> None:
-        self.inner.unscale_gradients(optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state_dict)

@@ -41,10 +41,7 @@ WEIGHT = "weight."  # prefix of packed weights in an optimizer's state, which ar
 
 
 def numbers(session: Session | SimulatedSession | None, optimizer: Any = None) -> dict[str, float]:
-    """Return the numbers that a training logger shows, by name: memory by role, and statistics of updates.
-
-    Without a session (None) these are of the optimizer's parameters; without an optimizer, of the session's model alone.
-    """
+    """Return numbers for loggers by name; None: of the optimizer's parameters without a session, of the model without an optimizer."""
     optimizer = unwrap_optimizer(optimizer)
     model = session.model if session is not None else None
     parameters = _parameters(model, optimizer)
@@ -56,7 +53,8 @@ def numbers(session: Session | SimulatedSession | None, optimizer: Any = None) -
         values["memory/activation_gib"] = session.stored_bytes
     if optimizer is not None:
         values["memory/gradient_gib"] = sum(_gradient_bytes(p, optimizer) for p in parameters if p.requires_grad)
-        values["memory/optimizer_gib"] = sum(map(_state_bytes, optimizer.state.values()))
+        state = [item for part in optimizer.state.values() for item in part.items()]
+        values["memory/optimizer_gib"] = sum(v.nbytes for name, v in state if isinstance(v, Tensor) and not name.startswith(WEIGHT))
     devices = {p.device for p in parameters if p.device.type == "cuda"}
     if devices:
         values["memory/peak_gib"] = max(torch.cuda.max_memory_allocated(device) for device in devices)
@@ -106,7 +104,6 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def _parameters(model: nn.Module | None, optimizer: Any) -> list[Tensor]:
-    """Return the parameters of the model; without a model, those of the optimizer."""
     if model is not None:
         return list(model.parameters())
     return [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
@@ -119,10 +116,6 @@ def _gradient_bytes(parameter: Tensor, optimizer: Any) -> int:
         return entry.gradient.nbytes
     is_released = isinstance(optimizer, Optimizer) and optimizer.memory.release
     return 0 if is_released else parameter.numel() * parameter.element_size()
-
-
-def _state_bytes(state: dict[str, Any]) -> int:
-    return sum(value.nbytes for name, value in state.items() if isinstance(value, Tensor) and not name.startswith(WEIGHT))
 
 
 def _arrivals(optimizer: Any) -> dict[str, float]:
@@ -146,10 +139,7 @@ def _mean(pairs: Iterable[tuple[float, int]]) -> float:
 
 
 class AppliedPlan:
-    """A plan and the session that applies it to the model of a training library, with a monitor.
-
-    `options` are those of `apply`. If `prints_summary` is False, the session's summary is not printed when training ends.
-    """
+    """A plan and its session on the model of a training library, with a monitor; `options` are those of `apply`."""
 
     prints_summary = True
 

@@ -63,10 +63,7 @@ def plan_within(
 
 
 def _with_nearest(error: BudgetError, reference: int) -> BudgetError:
-    """Return `error` with a message that names the smallest budget for which `attach` would find a plan.
-
-    `reference`: the bytes of a reference model's weights.
-    """
+    """Return `error` with a message that names the smallest budget for which `attach` would find a plan."""
     if error.smallest_bytes is None:
         return error
     smallest = error.smallest_bytes + reference
@@ -78,9 +75,7 @@ def _with_nearest(error: BudgetError, reference: int) -> BudgetError:
 
 
 def traced_step(trainer: Any, optimizer: str | None, batch: Any = None, *, has_chunked_loss: bool = False) -> Trace:
-    """Return the trace of one training step of the trainer; `batch`: what its data collator returns, by default for the longest
-    examples.
-    """
+    """Return the trace of one step of the trainer on `batch`, as its data collator returns it; by default of the longest examples."""
     model = unwrapped(trainer.model)
     device = trainer.args.device.type
     arguments = model_arguments(trainer, batch)
@@ -153,10 +148,7 @@ def model_arguments(trainer: Any, batch: Any = None) -> dict[str, Any]:
 
 
 def longest_batch(trainer: Any) -> Any:
-    """Return the batch that the data collator makes of the longest examples among the first 1024.
-
-    For trainers that generate, these are tokens of that length.
-    """
+    """Return the data collator's batch of the longest of 1024 examples; for trainers that generate, tokens of that length."""
     if getattr(trainer, "train_dataset", None) is None:
         raise ApplyError("the trainer has no train_dataset to make a batch of: attach(trainer, budget=..., batch={...}).")
     count = trainer.args.per_device_train_batch_size
@@ -169,7 +161,6 @@ def longest_batch(trainer: Any) -> Any:
 
 
 def _dataset(trainer: Any) -> Any:
-    """Return the trainer's training data without the columns that it removes before collation."""
     dataset = trainer.train_dataset
     is_of_datasets = type(dataset).__module__.partition(".")[0] == "datasets" and hasattr(dataset, "column_names")
     return trainer._remove_unused_columns(dataset, description="training") if is_of_datasets else dataset
@@ -214,15 +205,13 @@ class _Recorder:
 
 
 def _recorded_call(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments that the trainer's `compute_loss` passes to the model for a batch.
-
-    If they cannot be recorded, the batch itself is returned, with a warning.
-    """
+    """Return the arguments that `compute_loss` passes to the model for a batch; if they stay unknown, the batch, with a warning."""
     if "fused_lm_head" in batch:
         return batch
     reason = "it does not call the model"
     try:
-        _run_loss(trainer, dict(batch))
+        with torch.enable_grad():
+            trainer.compute_loss(_Recorder(unwrapped(trainer.model)), trainer._prepare_input(dict(batch)))
     except _Called as call:
         if call.arguments:
             return call.arguments
@@ -231,8 +220,3 @@ def _recorded_call(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
         reason = f"it raises {type(error).__name__} before it calls the model: {error}"
     log.warning(NOT_SEEN, type(trainer).__name__, reason)
     return batch
-
-
-def _run_loss(trainer: Any, batch: dict[str, Any]) -> None:
-    with torch.enable_grad():
-        trainer.compute_loss(_Recorder(unwrapped(trainer.model)), trainer._prepare_input(batch))

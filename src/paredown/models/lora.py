@@ -45,10 +45,7 @@ class LoraLinear(nn.Module):
 
 
 class LoraParameter(nn.Module):
-    """A frozen module that computes with W + B A * scale in place of its parameter W, which is called `name`.
-
-    The parameter is (outputs, inputs) or (experts, outputs, inputs).
-    """
+    """A frozen module with W + B A * scale for its parameter W, `name`, of (outputs, inputs) or (experts, outputs, inputs)."""
 
     def __init__(self, base: nn.Module, name: str, rank: int) -> None:
         super().__init__()

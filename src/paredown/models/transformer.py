@@ -162,7 +162,6 @@ class GPT(nn.Module):
 
 
 def _normal_weights(module: nn.Module) -> None:
-    """Initialize weights as GPT-2 does: with standard deviation 0.02, and biases 0."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and isinstance(module.bias, nn.Parameter):

@@ -98,16 +98,10 @@ class OperationListener(ABC):
 
     @abstractmethod
     def made(self, operation: ForwardOperation, out: Tensor, number: int) -> Any:
-        """Process one output of an operation; return the value to attach to it, which later operations receive.
-
-        `out` may be changed in place. `number`: its index among the outputs.
-        """
+        """Process output `number` of an operation, which may be changed in place, and return the value to attach to it."""
 
     def moved(self, value: Any, out: Tensor, name: str) -> tuple[Any, Tensor]:
-        """Process a view or copy of a value, and return its value and the tensor that later operations use.
-
-        `name`: if `out` is a part of the value, such as half of the channels, the name of the part; else "".
-        """
+        """Process a view or copy of a value (its part `name`, or all for ""), and return its value and the tensor to use."""
         return value, out
 
 
@@ -165,14 +159,10 @@ def op_of(func: Any) -> str:
 @cache
 def without_mode_check(func: FunctionType) -> Callable[..., Any]:
     """Return a copy of a Python function of torch whose inner calls a function mode can see."""
-    checks = {name: _always_false for name in func.__globals__ if CHECKS.fullmatch(name)}
+    checks = {name: lambda *_: False for name in func.__globals__ if CHECKS.fullmatch(name)}
     unchecked = FunctionType(func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__, func.__closure__)
     unchecked.__kwdefaults__ = func.__kwdefaults__
     return unchecked
-
-
-def _always_false(*args: Any) -> bool:
-    return False
 
 
 # --- following a forward pass ------------------------------------------------------------------------------------------------------
@@ -290,7 +280,6 @@ class ForwardCalls(TorchFunctionMode):
         return func(*args, **kwargs) if op in READS or op == "" else self._run(func, op, args, kwargs)
 
     def _follow_inside(self, func: FunctionType, args: Any, kwargs: Any) -> Any:
-        """Run a Python function of torch, and report the operations that it calls."""
         self._running.open.append(func)
         try:
             with self:
@@ -351,10 +340,7 @@ def _split_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Callable[[], Tensor] | None:
-    """Return a function that computes cross entropy as log_softmax and nll_loss, as torch does.
-
-    Return None for probabilities as targets and for label smoothing.
-    """
+    """Return a function of log_softmax and nll_loss, as torch computes cross entropy; None for soft targets."""
     if target.is_floating_point() or label_smoothing > 0:
         return None
     name = ("none", "mean", "sum")[int(reduction)]

@@ -94,10 +94,7 @@ def outline(model: nn.Module, batch: Any, *, loss: Callable[..., Tensor] | None 
 def of_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[[Any, FakeTensors], Any] | None = None
 ) -> Outline:
-    """Return the outline (all values in order) of one call of `model` in training.
-
-    If `after` is given, the outline includes the values of `after(output, fakes)`.
-    """
+    """Return the outline of one call of `model` in training, and of `after(output, fakes)` if that is given."""
     fakes = FakeTensors()
     with with_fake_tensors(model, fakes):
         if not torch.is_grad_enabled():

@@ -83,10 +83,7 @@ def peppp_plan(low: tuple[int, int], high: tuple[int, int]) -> Plan:
 
 
 def num_outputs(outline: Outline) -> int:
-    """Return how many numbers the modules of PEPPP's network return, as PEPPP counts them.
-
-    `outline`: the values of one call of the model.
-    """
+    """Return how many numbers the modules of PEPPP's network return in the call `outline`, as PEPPP counts them."""
 
     def is_shortcut(term: OutlineValue) -> bool:
         return term.op == SUM or term.name == "relu:output"  # the output of a layer, or of the stem
@@ -105,10 +102,7 @@ def _is_rounded(value: OutlineValue) -> bool:
 
 
 def memory_bytes(outline: Outline, low: str, high: str) -> float:
-    """Return the bytes that PEPPP counts for one training step with these two elements.
-
-    `outline` is of the model only, without a loss.
-    """
+    """Return the bytes that PEPPP counts for a training step with these two elements; `outline` is of the model without a loss."""
     parameters, logits = sum(outline.weights.values()), outline.values[-1].numel
     inputs = sum(value.numel for value in outline.values if value.op == INPUT)
     low_numbers = parameters + 2 * (num_outputs(outline) - logits)

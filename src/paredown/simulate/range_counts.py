@@ -105,10 +105,7 @@ class RangeCounter:
         return RangeCounts(sorted(rows, key=lambda row: row.kept))
 
     def new_warnings(self, slots: Iterable[tuple[int, str, Role]]) -> list[str]:
-        """Return a warning for each role of gradients that lost most of its magnitude; each role is reported once.
-
-        Call it after a counted pass.
-        """
+        """Return a warning for each role of gradients that lost most of its magnitude, once for each role, after a counted pass."""
         if not self.has_new or self.num_counted < MIN_PASSES or len(self._warned) == len(GRADIENTS):
             return []
         self.has_new = False
@@ -161,7 +158,6 @@ def _brief(format: Format) -> str:
 
 
 def _sentence(rows: list[SlotCounts]) -> str:
-    """Return a warning that slots of one role of gradients lost most of their magnitude."""
     worst, role = rows[0], rows[0].role.value
     who = f"1 {role} slot loses most of its" if len(rows) == 1 else f"{len(rows)} {role} slots lose most of their"
     element = worst.format.element

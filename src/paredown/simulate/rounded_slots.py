@@ -57,10 +57,7 @@ class Promotion(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class RoundedSlot:
-    """A slot in a simulated session: its format, and the wider format that replaces it after an overflow.
-
-    Promotion is the change to that format once too many values overflow.
-    """
+    """A slot in a simulated session: its format, and the wider format `raised` that it is promoted to after an overflow."""
 
     number: int
     names: tuple[str, ...]
@@ -133,7 +130,10 @@ class RoundedSlots:
         """Return the slot of a tensor, identified by the first of its `names`; None if the tensor is never rounded."""
         key = (names[0], role)
         if key not in self._by_name:
-            slot = self._new_slot(tuple(names), role)
+            asked, raised = self.plan.find(names, role), UNMODIFIED
+            if self.raised is not None and role in FORWARD:
+                raised = self.raised.find(names, role)
+            slot = RoundedSlot(len(self._all), tuple(names), role, asked, raised, asked.rounding_in(role))
             self._by_name[key] = None if slot.is_plain and not self.all_live else slot
             if self._by_name[key] is not None:
                 self._all.append(slot)
@@ -144,13 +144,7 @@ class RoundedSlots:
                 self._write([slot])
         return self._by_name[key]
 
-    def _new_slot(self, names: tuple[str, ...], role: Role) -> RoundedSlot:
-        asked = self.plan.find(names, role)
-        raised = self.raised.find(names, role) if self.raised is not None and role in FORWARD else UNMODIFIED
-        return RoundedSlot(len(self._all), names, role, asked, raised, asked.rounding_in(role))
-
     def _write(self, slots: Sequence[RoundedSlot]) -> None:
-        """Write formats, seeds and overflow limits of these slots to the device."""
         for slot in slots if self.raised is not None else ():
             current = slot.raised if self.is_raised(slot) else slot.assignment
             self._limits[slot.number] = overflow_limit(current.format)
@@ -195,10 +189,7 @@ class RoundedSlots:
             self._allocate(max(len(self._promoted), 2 * len(self._all) + SPARE))
 
     def set_plan(self, plan: Plan, seed: int) -> None:
-        """Change to the formats of `plan` and the random bits of `seed`, also in a captured graph.
-
-        Rounding modes cannot change.
-        """
+        """Change to the formats of `plan` and the random bits of `seed`, also in a captured graph; roundings cannot change."""
         for slot in self._all:
             asked = plan.find(slot.names, slot.role)
             if self._table is not None and not (is_live(asked.format) and slot.is_live):
@@ -240,10 +231,7 @@ class RoundedSlots:
         self._counter_of_range.begin(is_captured=self.is_capturing or is_capturing())
 
     def round_(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
-        """Round `x` in place to the format of `slot`, without autograd noticing.
-
-        `counts_overflow`: overflowing values are counted before.
-        """
+        """Round `x` in place to the format of `slot`, without autograd noticing; overflowing values may be counted before."""
         return self._round(x, x, slot, counts_overflow=counts_overflow)
 
     def rounded(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
@@ -291,7 +279,6 @@ class RoundedSlots:
             capture.launches.append(self._table.round_many(rows, rounding, self._counter, memory, is_captured=is_captured))
 
     def _can_batch(self, x: Tensor, out: Tensor, slot: RoundedSlot) -> bool:
-        """Return whether one launch for many tensors can round `x` into `out`."""
         is_on_device = self._table is not None and x.device == self.device and slot.is_live and x.numel() > 0
         return is_on_device and x.dtype is torch.float32 and x.stride() == out.stride() and flat(x) is not None
 
@@ -302,10 +289,7 @@ class RoundedSlots:
 
     @contextmanager
     def capturing(self, parameters: Iterable[Tensor]) -> Generator[None]:
-        """Return a context for capturing a CUDA graph in which many tensors are rounded in one launch.
-
-        The addresses of its tensors are copied to the device when the block ends.
-        """
+        """Return a context for capturing a CUDA graph that rounds many tensors in a launch; at its end addresses are copied."""
         if self._table is None:
             yield
             return
@@ -325,10 +309,7 @@ class RoundedSlots:
         return self._counter_of_range.counts((slot.number, slot.key, slot.role) for slot in self._all)
 
     def new_warnings(self) -> list[str]:
-        """Return a warning for each role of gradients that vanish; each role is reported once.
-
-        Return nothing while a CUDA graph is captured, since reading the counts would synchronize.
-        """
+        """Return a warning for each role of gradients that vanish, once for each; none during a capture, since that would synchronize."""
         if is_capturing():
             return []
         return self._counter_of_range.new_warnings((slot.number, slot.key, slot.role) for slot in self._all)
@@ -336,10 +317,7 @@ class RoundedSlots:
     # --- promotion ------------------------------------------------------------------------------------------------------
 
     def is_raised(self, slot: RoundedSlot) -> bool:
-        """Return whether this slot was promoted to its wider format because it overflowed.
-
-        Synchronizes with the device, unless promotion is off or the role cannot be promoted.
-        """
+        """Return whether this slot was promoted after an overflow; synchronizes with the device where promotion is possible."""
         return self.raised is not None and slot.role in FORWARD and bool(self._promoted[slot.number] >= 0)
 
     def promote(self) -> None:
@@ -363,10 +341,7 @@ class RoundedSlots:
         return tuple(sorted(promotions, key=lambda promotion: promotion.forward))
 
     def restore(self, promotions: Sequence[Sequence[Any]]) -> None:
-        """Restore the promotions (slots with wider formats) of a saved state.
-
-        If a slot does not exist yet, it is promoted when it is added.
-        """
+        """Restore the promotions (slots with wider formats) of a saved state, also of slots that are added later."""
         self._pending = {str(key): (int(forward), float(share)) for key, forward, share in promotions}
         for slot in self._all:
             self._promoted[slot.number], self._promoted_share[slot.number] = self._pending.pop(slot.key, (NEVER, 0.0))

@@ -167,10 +167,7 @@ class RoundedValues(OperationListener):
         return value
 
     def moved(self, value: TrackedValue, out: Tensor, name: str) -> tuple[TrackedValue, Tensor]:
-        """Return a view or copy of a value; a part of the value is rounded by its own rule, if there is one.
-
-        `name`: of the part; "" if `out` is the whole value.
-        """
+        """Return a view or copy of a value; a part, with a `name`, is rounded by its own rule, if there is one."""
         if not name:
             return value, out
         part = self._value(name)
@@ -191,10 +188,7 @@ class RoundedValues(OperationListener):
         return operation.op in PRODUCTS and self.slots.device.type == "cuda"
 
     def _operands(self, operation: ForwardOperation) -> list[RoundedSlot | None]:
-        """Return the slots of the operands of a matrix product or convolution.
-
-        The bias is not among them, since it is added in float32.
-        """
+        """Return the slots of the operands of a product, without the bias, which is added in float32."""
         weights = [self.slots.of((self._names[id(w)],), Role.WEIGHT) for w in operation.weights[:1] if id(w) in self._names]
         return [*(source.value.activation for source in operation.sources), *weights, *[None] * operation.num_unknown]
 
@@ -205,11 +199,7 @@ class RoundedValues(OperationListener):
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def _hook_errors(self, operation: ForwardOperation, out: Tensor, value: TrackedValue) -> None:
-        """Register hooks that round the gradients of an operation's inputs or output.
-
-        They round the gradients of the operation's inputs where backward returns them, or the summed gradient of its output
-        (`Simulate.sums`).
-        """
+        """Register hooks that round gradients of an operation: of its inputs, or the summed one of its output (`Simulate.sums`)."""
         is_summed = self.how.sums == "rounded"
         if is_summed and value.error is not None:
             out.register_hook(self._rounder(value.error))
@@ -240,10 +230,7 @@ class RoundedValues(OperationListener):
 
 
 def _slots_of_edges(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]]) -> dict[int, RoundedSlot]:
-    """Return the slot of the gradient on each edge of an autograd node, by the edge's index.
-
-    `edges` are (target node, index of its output, slot).
-    """
+    """Return the slot of the gradient on each edge of an autograd node; `edges` are (target node, index of its output, slot)."""
     by_edge: dict[int, RoundedSlot] = {}
     for index, (target, output) in enumerate(node.next_functions):
         for other, other_output, slot in edges:

@@ -111,17 +111,11 @@ class SimulatedSession:
         return self._outline
 
     def following(self, path: str = LOSS) -> AbstractContextManager[None]:
-        """Return a context in which operations outside of the model are rounded too, such as those of a loss.
-
-        `path`: the module path of these operations in slot names.
-        """
+        """Return a context in which operations outside of the model, such as a loss, are rounded too, under the module path `path`."""
         return self._calls.following(path)
 
     def promote(self) -> None:
-        """Change slots that overflowed in the last training pass to their wider format.
-
-        Each training pass begins with this, also in a captured graph.
-        """
+        """Change slots that overflowed in the last training pass to their wider format, as each training pass does first."""
         self._slots.promote()
 
     def set_plan(self, plan: Plan, *, forwards: int | None = None, seed: int | None = None) -> None:
@@ -232,7 +226,6 @@ class SimulatedSession:
         return rounded
 
     def _prepare(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Begin a forward pass, and return its arguments rounded."""
         first = next((t for tensors in (model.parameters(), tensors_in((args, kwargs))) for t in tensors), None)
         self._slots.move(first.device if first is not None else torch.device("cpu"))
         if self._outline is None:
@@ -258,26 +251,19 @@ class SimulatedSession:
                 self._values.end(output)
 
     def _trace_outline(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Determine the names of all slots by a forward pass on fake tensors.
-
-        If it fails, slots have only the names of outputs.
-        """
+        """Find the names of all slots by a forward pass on fake tensors; if it fails, only those of outputs are known."""
         try:
             self._outline = of_call(model, args, kwargs)
         except Exception as error:  # a user's model may do anything with fake tensors
             self._outline = Outline((), {})
             self._notes.append(f"the forward pass fails on fake tensors ({type(error).__name__}: {error})"[:200])
             return
-        self._missing = tuple(self.plan.check([*self._outline.slots(), *self._slots_of_loss()]))
+        named = [key.partition("=")[2] or key for key, _ in self.plan.rules]  # slots of a loss outside of the model among them
+        of_loss = [((n,), role) for n in named if n.startswith(f"{LOSS}:") for role in (Role.ACTIVATION, Role.ERROR)]
+        self._missing = tuple(self.plan.check([*self._outline.slots(), *of_loss]))
         self._values.set_outline(self._outline)
 
-    def _slots_of_loss(self) -> list[tuple[tuple[str, ...], Role]]:
-        """Return the slots of a loss outside of the model that the plan has rules for."""
-        names = [key.partition("=")[2] or key for key, _ in self.plan.rules]
-        return [((name,), role) for name in names if name.startswith(f"{LOSS}:") for role in (Role.ACTIVATION, Role.ERROR)]
-
     def _hook_parameters(self, model: nn.Module) -> None:
-        """Register hooks that round gradients of parameters."""
         for parameter in model.parameters() if self.how.gradients == "backward" else ():
             name = self._names.get(id(parameter))
             if name is None or id(parameter) in self._hooked or not parameter.requires_grad:
@@ -333,7 +319,6 @@ class Updates:
         self._round(tensors)
 
     def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters of the model that `optimizer` updates, with their names."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))

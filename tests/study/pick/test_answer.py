@@ -7,11 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from paredown import Frontier, Picked, Plan, Trial
-from paredown.errors import BudgetError, ParedownError, PlanError
+from paredown.errors import BudgetError, PlanError
 from paredown.study.pick.answer import Point
 
 
@@ -41,15 +39,6 @@ def test_frontiers_are_in_order_and_know_the_best() -> None:
         Frontier(()).best(1)
     with pytest.raises(PlanError, match=r"no point has the label 'mine'. Labels: no memory, lpmm, baseline"):
         frontier.find("mine")
-
-
-@pytest.mark.parametrize(("mean", "best"), [(0.272, "tried"), (0.18, "tried"), (0.17, "untried")])
-def test_an_untried_plan_is_taken_if_it_is_better_by_its_standard_deviation(mean: float, best: str) -> None:
-    """A pick took an untried plan at 0.272 +- 0.119, whose error was 0.429, although a tried one had 0.29."""
-    tried = Point("tried", Plan.preset("lpmm"), 400, 0.29, 0.01, 0.29, 420, on_front=True, fits=True, num_trials=1)
-    untried = Point("untried", Plan.preset("half"), 300, mean, 0.119, on_front=True, fits=True)
-    assert Frontier((tried, untried)).best(500).label == best
-    assert Frontier((replace(tried, num_trials=0, measured=None), untried)).best(500).label == "untried", "without trials, the mean"
 
 
 def test_a_pick_knows_its_point_and_its_cost() -> None:
@@ -97,20 +86,3 @@ def test_broken_points_are_a_sentence(change: dict[str, Any], said: str) -> None
 def test_broken_json_is_a_sentence(change: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         Picked.from_json({**picked().to_json(), **change})
-
-
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(10**400)
-JUNK = st.recursive(
-    LEAVES, lambda of: st.lists(of, max_size=3) | st.dictionaries(st.text(max_size=8), of, max_size=3), max_leaves=8
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.sampled_from([Picked, Frontier]), st.sampled_from([None, *picked().to_json(), *picked().frontier.to_json()]), JUNK)
-def test_any_json_is_read_or_refused(kind: Any, name: str | None, junk: Any) -> None:
-    whole = {Picked: picked(), Frontier: picked().frontier}[kind].to_json()
-    value = junk if name is None else {**whole, name: junk}
-    try:
-        assert isinstance(kind.from_json(value), kind)
-    except ParedownError as error:
-        assert len(str(error)) < 2000

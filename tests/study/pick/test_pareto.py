@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paredown.study.papers.peppp_cross_validation import Truth, hypervolume, regret, released_front, released_hypervolume
-from paredown.study.pick.pareto import quickest_of_ties, undominated
+from paredown.study.papers.peppp_cross_validation import Truth, hypervolume, regret, released_front
+from paredown.study.pick.pareto import undominated
 
 POINTS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12)
 
@@ -32,13 +32,6 @@ def test_the_area_by_counting_cells(points: list[tuple[int, int]]) -> None:
     assert hypervolume(memory, errors, 1.0) == pytest.approx(covered / 49)
     front = undominated(memory, errors)
     assert hypervolume(memory[front], errors[front], 1.0) == pytest.approx(covered / 49), "only the front matters"
-
-
-def test_the_released_area_needs_memory_in_order() -> None:
-    memory, errors = np.array([0.1, 0.5, 0.8]), np.array([0.9, 0.6, 0.3])
-    assert released_hypervolume(memory, errors, 1.0) == pytest.approx(hypervolume(memory, errors, 1.0))
-    mixed = [1, 0, 2]
-    assert released_hypervolume(memory[mixed], errors[mixed], 1.0) != pytest.approx(hypervolume(memory, errors, 1.0), abs=0.01)
 
 
 def test_scores_by_hand() -> None:
@@ -81,16 +74,3 @@ def test_fronts_with_times_by_all_pairs(rows: list[tuple[int, int, float]]) -> N
     assert undominated(memory, errors, times).tolist() == expected
     unknown = np.full(len(rows), np.nan)
     np.testing.assert_array_equal(undominated(memory, errors, unknown), undominated(memory, errors))
-
-
-@given(TIMED, st.sampled_from([0.0, 0.5, 1.0]))
-def test_the_quickest_of_those_as_accurate(rows: list[tuple[int, int, float]], tolerance: float) -> None:
-    memory, errors, times = np.array(rows, dtype=float).T
-    taken = quickest_of_ties(memory, errors, times, tolerance)
-    first = min(range(len(rows)), key=lambda i: (errors[i], memory[i]))
-    if np.isnan(times[first]):
-        assert (errors[taken], memory[taken]) == (errors[first], memory[first])
-        return
-    tied = [i for i in range(len(rows)) if errors[i] <= errors[first] + tolerance and not np.isnan(times[i])]
-    quick = [i for i in tied if times[i] <= 1.02 * min(times[j] for j in tied)]
-    assert taken in quick and (errors[taken], memory[taken]) == min((errors[i], memory[i]) for i in quick)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
-from paredown import Plan, Trial, pick
+from paredown import Plan, pick
 from paredown.sizes import say_bytes
-from paredown.study.pick import pick as pick_module
 from paredown.study.pick.answer import Frontier, Point
-from paredown.study.pick.pick_loop import PickLoop, expected_peaks, explain_nothing_trains
+from paredown.study.pick.pick_loop import expected_peaks
+from paredown.study.pick.reasons import explain_nothing_trains
 from paredown.study.report.studies import study_of_pick
 from paredown.study.tasks.trial import Status
 from tests.study.pick.test_pick import PRIOR, as_in_prior, make_task, tried
@@ -88,27 +87,6 @@ def test_a_plan_takes_what_the_nearest_trial_took_beyond(tried: Any) -> None:
     assert all(found.frontier.find(step.label).needs <= step.nbytes for step in study.picks)
     said = {mark.label: (mark.nbytes, mark.predicted_bytes) for mark in study.marks}
     assert said == {p.label: (p.needs, p.predicted_bytes if p.needs > p.predicted_bytes else None) for p in found.frontier.points}
-
-
-def test_of_plans_of_one_size_each_has_its_own_measured_peak(tried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was measured high does not count for its twin in size, which was measured low."""
-    tried()
-    points = pick(make_task(), "75%", 0, prior=PRIOR, device="cpu").frontier.points
-    high, low = next((a.plan, b.plan) for a, b in pairwise(points) if a.predicted_bytes == b.predicted_bytes)
-    predicted = {point.plan: point.predicted_bytes for point in points}
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(
-        pick_module,
-        "PickLoop",
-        lambda **found: given.setdefault("it", PickLoop(**found)),
-    )
-    pick(make_task(), "75%", 0, prior=PRIOR, device="cpu")
-    picking = given["it"]
-    place = {row.plan: i for i, row in enumerate(picking.candidates.rows)}
-    peaks = {high: predicted[high] * 2, low: predicted[low]}
-    picking.learn([Trial("blobs", plan, 0, Status.DONE, error=0.1, measured_peak_bytes=peak) for plan, peak in peaks.items()])
-    needed = picking.expected()
-    assert (needed[place[high]], needed[place[low]]) == (predicted[high] * 2, predicted[low])
 
 
 def test_a_gpu_without_memory_for_a_plan_has_none_for_larger_ones(tried: Any) -> None:

@@ -172,18 +172,6 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("runs", BAD.values(), ids=BAD)
-def test_poor_priors_get_an_answer_with_bands(runs: list[list[float]]) -> None:
-    earlier = small(np.array(runs))
-    task_prior = TaskPrior.of(earlier)
-    points = points_of(earlier)
-    prior = task_prior.covering(np.array([0, 1, 2, -1]), np.vstack([points, points[0] + 1]), points)
-    for measured in ({}, {0: 0.4}, {0: 1.0, 1: 1.0, 2: [1.0, 1.0], 3: 1.0}, {3: NAN}):
-        estimate = estimated(prior, np.arange(1.0, 5.0), measured)
-        assert np.isfinite(estimate.means).all() and np.isfinite(estimate.deviations).all()
-        assert np.all(estimate.deviations >= 0) and estimate.best(4).plan in range(4)
-
-
 def test_duplicate_plans_share_what_is_known() -> None:
     earlier = made_up_prior(11, 6)
     twice = columns_of(earlier, [0, 1, 2, 3, 4, 5, 0])

@@ -6,14 +6,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from paredown.errors import PlanError, PriorError
 from paredown.plan.plan import Plan
@@ -73,16 +70,6 @@ def test_noise_by_hand() -> None:
     found = pooled_noise(runs)
     assert found[0] == pytest.approx(0.1, rel=1e-12)
     assert np.isnan(found[1])
-
-
-@pytest.mark.parametrize("deviation", [0.003, 0.04])
-def test_noise_of_a_known_construction(deviation: float) -> None:
-    """40 plans of other means, three runs each: 80 degrees of freedom, so that the estimate is off by 8 %, five times that at most."""
-    source = np.random.default_rng(11)
-    means = source.uniform(0.1, 0.9, (6, 40, 1))
-    found = pooled_noise(means + deviation * source.standard_normal((6, 40, 3)))
-    assert found == pytest.approx(deviation, rel=5 / np.sqrt(2 * 80))
-    assert found.mean() == pytest.approx(deviation, rel=5 / np.sqrt(2 * 80 * 6))
 
 
 def test_plans_of_which_a_run_diverged_are_no_noise() -> None:
@@ -190,45 +177,11 @@ def test_wrong_files_have_a_sentence(case: str, tmp_path: Path) -> None:
     assert str(tmp_path) not in str(raised.value)
 
 
-def test_files_that_are_not_read() -> None:
-    with pytest.raises(PriorError, match=r"none\.json cannot be read: No such file or directory"):
-        load("none.json")
-
-
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "huge.json").open("wb") as file:
         file.truncate(1 << 40)  # a sparse file: it takes no space on the disk
     with pytest.raises(PriorError, match=r"huge\.json has 1099511627776 bytes; a prior of more than 67108864 bytes is not read"):
         load(tmp_path / "huge.json")
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
-TEXT = prior_to_text(made_up_prior(2, 3))
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.sampled_from([row.name for row in fields(priors.PriorFile)]), JSON)
-def test_whatever_stands_in_a_field_has_a_sentence_or_is_fine(field: str, value: Any) -> None:
-    damaged = json.dumps({**json.loads(TEXT), field: value})
-    try:
-        found = prior_from_text(damaged)
-    except PriorError as error:
-        assert len(str(error)) < 500
-    else:
-        assert found.errors.shape == (2, 3)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.integers(0, len(TEXT) - 1), st.text(max_size=3), st.integers(0, 40))
-def test_text_that_was_changed_somewhere_has_a_sentence_or_is_fine(at: int, new: str, gone: int) -> None:
-    try:
-        prior_from_text(TEXT[:at] + new + TEXT[at + gone :])
-    except PriorError as error:
-        assert len(str(error)) < 1000
 
 
 # --- own ones ---------------------------------------------------------------------------------------------------------
@@ -255,12 +208,6 @@ def test_names_that_are_refused(name: str, folder: Path) -> None:
         with pytest.raises(PriorError):
             call()
     assert not folder.exists() or not list(folder.iterdir())
-
-
-def test_an_unknown_name_says_what_is_there(folder: Path) -> None:
-    add(made_up_prior(2, 2), "mine")
-    with pytest.raises(PriorError, match=r"no prior is named 'mina'. Closest: 'mine'"):
-        load("mina")
 
 
 def test_known_joins_own_priors_of_the_mode(folder: Path) -> None:
@@ -305,15 +252,6 @@ def test_shapes_that_do_not_go_together_are_refused() -> None:
 
 
 # --- names of plans ---------------------------------------------------------------------------------------------------
-
-
-def test_plans_have_names_and_levels() -> None:
-    from paredown.simulate.peppp import peppp_plan
-
-    peppp = row_of(peppp_plan((4, 3), (6, 7)))
-    assert (peppp.label, peppp.level) == ("e4m3 e6m7", "e4m3")
-    assert row_of(Plan.preset("activations4")).label == "activations4"
-    assert row_of(Plan()).label == "baseline"
 
 
 def test_a_plan_that_is_wrong_inside_says_so_when_it_is_used() -> None:

@@ -187,15 +187,6 @@ def test_the_mouse_moves_the_budget_and_the_pick(tab: Tab) -> None:
     assert tab.picked() == "activations8"
 
 
-def test_the_line_of_the_budget_is_above_the_sliders_thumb(tab: Tab) -> None:
-    for key in ("PageUp", "PageUp", "PageDown"):
-        tab.page.press("#budget", key)
-        line = tab.page.locator("#frontier-chart line.budget").bounding_box()["x"]
-        box = tab.page.locator("#budget").bounding_box()
-        share = tab.page.evaluate("document.getElementById('budget').value / 400")
-        assert line == pytest.approx(box["x"] + 8 + share * (box["width"] - 16), abs=3)
-
-
 def test_the_slots_are_those_of_the_picked_plan(tab: Tab) -> None:
     assert "Under low:" in tab.text("#slots-caption")
     tab.page.press("#budget", "End")
@@ -283,15 +274,6 @@ def test_the_slider_shows_step_times(browser: Any, tmp_path: Path) -> None:
     assert "each step about 1.5x as long" in tab.text("#words")
     tab.page.press("#budget", "PageUp")
     assert tab.picked() == "baseline" and "each step" not in tab.text("#words")
-    tab.close()
-
-
-def test_runs_of_a_task_without_a_study_are_shown_beside_it(browser: Any, tmp_path: Path) -> None:
-    longer = [trial("baseline", task="blobs, longer"), trial("activations8", task="blobs, longer")]
-    tab = opened(browser, record().with_trials(longer, {"written": longer[0].plan}), tmp_path)
-    assert tab.page.locator("#trials-rows tbody tr").count() == len(record().runs) + 2
-    assert "blobs, longer" in tab.text("#trials-rows")
-    assert tab.page.locator("#curves svg.chart").count() == 2
     tab.close()
 
 

@@ -148,20 +148,6 @@ def test_marks_have_tooltips_for_the_keyboard(tab: Tab) -> None:
     assert not tip.is_visible()
 
 
-def test_marks_have_tooltips_for_touch(browser: Any, tmp_path: Path) -> None:
-    tab = opened(browser, record(), tmp_path, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
-    tip = tab.page.locator("[role=tooltip]")
-    for selector, text in (('[data-label="lpmm"] .dot', "2.40 % in 1 trial"), ("#memory-bars .tile >> nth=0", "at the peak")):
-        tab.page.locator(selector).tap()
-        sync_api.expect(tip).to_contain_text(text)
-        box = tip.bounding_box()
-        assert box["x"] >= 0
-        assert box["x"] + box["width"] <= 390
-        tab.page.locator("h2").first.tap()
-        assert not tip.is_visible()
-    tab.close()
-
-
 @pytest.mark.parametrize("share", [0.5, 1.4, 9.0])
 def test_a_page_of_memory_alone_has_the_verdict_and_the_budget(browser: Any, tmp_path: Path, share: float) -> None:
     study = record().studies[0]

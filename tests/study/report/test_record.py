@@ -20,9 +20,8 @@ from paredown import Guard, Plan, apply, footprint, optim, trace_step
 from paredown.errors import ReportError
 from paredown.plan.explanation import explain_slots
 from paredown.study.report.page import render
-from paredown.study.report.record import MOST_CURVES, MOST_RUNS, Record, scrub, scrub_all
+from paredown.study.report.record import MOST_CURVES, MOST_RUNS, Record, scrub
 from paredown.study.report.studies import MOST_POINTS, BudgetPick, PlanMark, Study, choose, with_front
-from paredown.study.sweeps.plan_labels import Labels
 from paredown.study.tasks.trial import Status
 from tests.study.report.made import ROWS, picked, record, trace, trained, trial
 
@@ -34,11 +33,6 @@ PATHS = (
     "~/nets/net.py",
     "\\\\nas\\wilma\\net.py",
 )
-
-
-def test_a_record_is_what_its_json_says() -> None:
-    made = record()
-    assert Record.from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
 def test_a_file_gives_the_record_back(tmp_path: Path) -> None:
@@ -204,13 +198,6 @@ def test_step_times_of_trials_are_medians_and_relative_to_the_baseline_on_their_
     assert (untimed.step_seconds, untimed.step_ratio, untimed.step_source) == (None, None, "")
 
 
-def test_a_plan_of_which_no_run_ended_well_is_on_the_chart_and_never_picked() -> None:
-    trials = [trial("lpmm", status=Status.DIVERGED, error=None), trial("baseline")]
-    study = Record.of_trials("t", trials).studies[0]
-    assert [mark.error for mark in study.marks] == [None, 0.021]
-    assert study.picks == (BudgetPick(study.marks[1].nbytes, "baseline"),)
-
-
 def test_several_tasks_are_several_studies_and_losses_are_called_so() -> None:
     trials = [trial("lpmm", task="a"), trial("lpmm", task="b", error=3.2), trial("baseline", task="b", error=3.0)]
     studies = Record.of_trials("t", trials).studies
@@ -240,14 +227,6 @@ def test_a_cut_leaves_something_of_every_task() -> None:
         assert len(rows) == MOST_RUNS // 3
         assert sum(bool(run.curve) for run in rows) == 1
         assert rows[-1].seed == MOST_RUNS // 2 - 1, "the last ones are kept, in turn"
-
-
-def test_labels_tell_plans_apart_and_reasons_do_not() -> None:
-    labels, plan = Labels(), Plan.uniform(activation="int4/64@bf16").set("a:input", None)
-    other = plan.set("a:input", "int8/64@bf16")
-    assert labels.of(plan) != labels.of(other)
-    assert labels.of(replace(plan, reason="why not")) == labels.of(plan)
-    assert labels.of(Plan.preset("lpmm")) == "lpmm"
 
 
 # --- where it was made ----------------------------------------------------------------------------------------------
@@ -295,13 +274,6 @@ def test_what_is_no_path_stays() -> None:
         assert scrub(text) == text
 
 
-def test_this_very_machine_is_not_in_a_record_of_a_failed_trial() -> None:
-    told = Record.of_trials("t", [trial("lpmm", status=Status.FAILED, error=None, reason=f"{__file__}: no such layer")])
-    left = json.dumps(told.to_json())
-    assert str(Path(__file__).parent) not in left
-    assert "test_record.py: no such layer" in left
-
-
 # --- strangers' files -----------------------------------------------------------------------------------------------
 
 VALUES = st.recursive(
@@ -346,19 +318,6 @@ def test_a_damaged_record_is_a_sentence_or_a_page(path: tuple[Any, ...], new: An
     assert render(made).startswith("<!doctype html>")
 
 
-@settings(max_examples=300, deadline=None)
-@given(
-    data=st.binary(max_size=60) | VALUES.map(lambda value: json.dumps(value).encode()),
-    cut=st.integers(0, len(json.dumps(SMALL)) - 80),
-)
-def test_a_file_that_is_none_is_a_sentence(data: bytes, cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.getbasetemp() / "record.json"
-    for content in (data, json.dumps(SMALL).encode()[:cut] + data):
-        path.write_bytes(content)
-        with pytest.raises(ReportError, match=r"^record\.json"):
-            Record.load(path)
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -378,13 +337,6 @@ def test_what_is_wrong_is_said(content: bytes, said: str, tmp_path: Path) -> Non
         Record.load(tmp_path / "record.json")
 
 
-def test_files_that_cannot_be_read_are_sentences(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match=r"none\.json cannot be read: No such file"):
-        Record.load(tmp_path / "none.json")
-    with pytest.raises(ReportError, match="cannot be read"):
-        Record.load(tmp_path)
-
-
 def test_two_plans_of_one_label_are_refused() -> None:
     with pytest.raises(ReportError, match="the same label"):
         Study("t", marks=(PlanMark("a", 1), PlanMark("a", 2)))
@@ -395,10 +347,6 @@ def test_two_plans_of_one_label_are_refused() -> None:
 def test_footprints_of_an_unknown_task_are_refused() -> None:
     with pytest.raises(ReportError, match="no task 'other'"):
         record().with_footprints(trace(), {"baseline": Plan()}, task="other")
-
-
-def test_every_text_of_a_value_is_scrubbed() -> None:
-    assert scrub_all({"/home/wilma/k": ["/home/wilma/v", 1, None, {"a": "~/x.py"}]}) == {"k": ["v", 1, None, {"a": "x.py"}]}
 
 
 def test_names_that_were_different_stay_different() -> None:

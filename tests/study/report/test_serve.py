@@ -83,13 +83,6 @@ def test_answers_say_what_a_browser_may_do_with_them(server: Server) -> None:
     assert "Access-Control-Allow-Origin" not in headers
 
 
-def test_a_head_has_no_body(server: Server) -> None:
-    for path in ("/", "/record.json", "/events"):
-        status, headers, body = ask(server, "HEAD", path)
-        assert (status, body) == (200, "")
-        assert int(headers["Content-Length"]) >= 0
-
-
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "localhost.evil.example:{port}", ""]
 )
@@ -128,12 +121,6 @@ def test_other_paths_are_not_there(server: Server, path: str) -> None:
 def test_other_methods_are_refused(server: Server, method: str) -> None:
     status, headers, _ = ask(server, method, "/")
     assert (status, headers["Allow"]) == (405, "GET, HEAD")
-
-
-def test_what_is_no_request_is_refused_without_its_words(server: Server) -> None:
-    status, _, body = ask(server, "BREW", "/<b>coffee</b>")
-    assert status == 501
-    assert "coffee" not in body
 
 
 def test_no_other_machine_is_served(server: Server) -> None:
@@ -273,72 +260,6 @@ def test_serve_says_where_and_ends_when_interrupted(tmp_path: Path, monkeypatch:
 
 
 # --- broken stores --------------------------------------------------------------------------------------------------
-
-
-def garbage(path: Path) -> None:
-    path.write_bytes(b"SQLite format 3\x00" + bytes(range(256)) * 20)
-
-
-def text(path: Path) -> None:
-    path.write_text("not a database " * 400)
-
-
-def other_tables(path: Path) -> None:
-    with sqlite3.connect(path) as connection:
-        connection.execute("CREATE TABLE paredown_meta (name TEXT, value TEXT)")
-        connection.execute("INSERT INTO paredown_meta VALUES ('version', '1')")
-        connection.execute("CREATE TABLE paredown_trials (key TEXT)")
-    connection.close()
-
-
-def newer(path: Path) -> None:
-    made(path, "UPDATE paredown_meta SET value = '99'")
-
-
-def truncated(path: Path) -> None:
-    made(path)
-    path.write_bytes(path.read_bytes()[:5000])
-
-
-def made(path: Path, *changes: str) -> None:
-    with Store(path) as store:
-        store.add("s", draw("noop"))
-        claim = store.claim("w", 1)[0]
-        store.finish("w", EndedTrial(claim, done(claim.spec)))
-    with sqlite3.connect(path) as connection:
-        for change in changes:
-            connection.execute(change)
-    connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    connection.close()
-
-
-def damaged_result(path: Path) -> None:
-    made(path, "UPDATE paredown_trials SET result = '{'")
-
-
-def wrong_result(path: Path) -> None:
-    wrong = {"version": 1, "task": 3, "plan": {"version": 1, "rules": []}, "seed": 0, "status": "done"}
-    made(path, f"UPDATE paredown_trials SET result = '{json.dumps(wrong)}'")
-
-
-def deep_result(path: Path) -> None:
-    made(path, f"UPDATE paredown_trials SET result = '{'[' * 100_000}'")
-
-
-BROKEN = (garbage, text, other_tables, newer, truncated, damaged_result, wrong_result, deep_result)
-
-
-@pytest.mark.parametrize("make", BROKEN, ids=lambda make: make.__name__)
-def test_a_broken_store_is_a_sentence(make: Any, tmp_path: Path) -> None:
-    make(tmp_path / "trials.db")
-    with pytest.raises(ParedownError) as caught:
-        source = open_source(tmp_path / "trials.db")
-        try:
-            source.read()
-        finally:
-            source.close()
-    assert 20 < len(str(caught.value)) < 500
-    assert "\n" not in str(caught.value)
 
 
 def test_a_store_that_is_not_there_is_not_made(tmp_path: Path) -> None:

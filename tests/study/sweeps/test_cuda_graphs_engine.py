@@ -119,7 +119,7 @@ def test_waiting_does_not_count_as_time_of_a_trial(store: Store, monkeypatch: py
     seconds, (ours, theirs) = [0.0], Pipe()
     for module in (cuda_graphs, engine_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
-    monkeypatch.setattr(cuda_graphs, "kill_group", lambda process: None)
+    monkeypatch.setattr(cuda_graphs.processes, "kill_group", lambda process: None)
     engine = GraphsEngine(Blobs(), lanes=1)
     engine._children[None] = cuda_graphs.GpuProcess(None, ours, Pipe()[0])  # type: ignore[arg-type]
     store.add("s", Sweep("s", ("well",), PLANS, settings=replace(SIMULATED, timeout_seconds=4.0)).draw())

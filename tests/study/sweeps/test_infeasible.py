@@ -64,7 +64,7 @@ def sweep(file: Path) -> Sweep:
 
 def test_a_pair_that_no_plan_fits_is_infeasible_and_the_others_run(sweep: Sweep, tmp_path: Path) -> None:
     assert [(pair.task, str(pair.template).split()[0]) for pair in sweep.infeasible] == [(LARGE, "assign")]
-    assert [task for task, _ in sweep.pairs] == [SMALL] and sweep.num_pairs == 4
+    assert [task for task, _ in sweep.pairs] == [SMALL]
     said, ran = list[str](), list[str]()
     with Store(tmp_path / "t.db") as store:
         engine = InlineEngine(lambda spec: (ran.append(spec.task), done(spec))[1])

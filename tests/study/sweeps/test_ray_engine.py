@@ -14,7 +14,6 @@ pytest.importorskip("sqlalchemy")
 from paredown.errors import SweepError
 from paredown.study.sweeps.engines.ray import RayEngine, RayOptions
 from paredown.study.sweeps.export import rows
-from paredown.study.sweeps.runner import make_engine
 from paredown.study.sweeps.store import Store
 from paredown.study.sweeps.worker import work
 from paredown.study.tasks.trial import Status
@@ -120,14 +119,3 @@ def test_options_that_ray_cannot_take_are_a_sentence(tmp_path: Path, text: str, 
     (tmp_path / "ray.json").write_text(text)
     with pytest.raises(SweepError, match=said):
         RayOptions.load(tmp_path / "ray.json")
-
-
-def test_options_of_a_file(tmp_path: Path) -> None:
-    (tmp_path / "ray.json").write_text('{"gpus": 0.5, "placement": "SPREAD", "runtime_env": {"env_vars": {"A": "1"}}}')
-    assert RayOptions.load(tmp_path / "ray.json") == RayOptions(gpus=0.5, placement="SPREAD", runtime_env={"env_vars": {"A": "1"}})
-
-
-def test_options_for_ray_with_another_engine_are_refused(fake_ray: FakeRay) -> None:
-    assert make_engine("ray", act, ray=RayOptions(gpus=0.5, cpus=0)).slots == 8
-    with pytest.raises(SweepError, match="options for Ray were given with engine 'local'"):
-        make_engine("local", act, ray=RayOptions())

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,11 @@ from paredown.study.sweeps import database
 from paredown.study.sweeps.database import META, TRIALS
 from paredown.study.sweeps.export import rows
 from paredown.study.sweeps.status import SweepCounts, count, find_best
-from paredown.study.sweeps.store import MAX_ATTEMPTS, AddResult, Store, WriteOutcome, utc_now
+from paredown.study.sweeps.store import MAX_ATTEMPTS, AddResult, Store, WriteOutcome
 from paredown.study.sweeps.sweep import Claim, DrawnTrial, EndedTrial, SamplingMethod, Sweep, TrialSettings, TrialSpec
 from paredown.study.tasks.trial import Status, Trial
 from tests.support.postgres import Postgres
-from tests.support.trials import PLANS, done, draw
+from tests.support.trials import PLANS, draw
 
 
 def ended(claim: Claim, **changes: Any) -> EndedTrial:
@@ -127,15 +126,6 @@ def test_the_first_result_counts(address: str) -> None:
         )
         assert store.finish("v", ended(again, error=0.75)).fate is WriteOutcome.LATE
         assert results(store) == {claim.key: 0.25}
-
-
-def test_a_freed_trial_that_is_finished_is_not_run_again(address: str) -> None:
-    with Store(address) as store:
-        store.add("s", draw("a"))
-        claim = store.claim("w", 1)[0]
-        store.leave("w")
-        store.finish("w", ended(claim))
-        assert store.claim("v", 1) == []
 
 
 def test_deaths_are_counted_and_end_as_killed(address: str) -> None:
@@ -316,12 +306,6 @@ def test_rows_have_the_times_and_the_host_of_the_worker(address: str, monkeypatc
         assert times(store) == [(None, None, None)] * 3
 
 
-def test_times_are_of_utc_to_the_second() -> None:
-    before = datetime.now(UTC).replace(microsecond=0)
-    now = datetime.fromisoformat(utc_now())
-    assert before <= now <= datetime.now(UTC) and utc_now().endswith("Z")
-
-
 def test_trials_that_failed_can_be_run_again(address: str) -> None:
     with Store(address) as store:
         store.add("s", draw("a", seeds=range(3)))
@@ -362,8 +346,3 @@ def test_many_open_a_new_store_at_once(address: str) -> None:
     assert all(count(store)[0].waiting == 1 for store in stores)
     for store in stores:
         store.close()
-
-
-def test_helpers_tell_results_apart() -> None:
-    trials = [done(one.spec) for one in draw("a", seeds=range(50), plans=PLANS)]
-    assert len({trial.error for trial in trials}) == 100

@@ -31,7 +31,6 @@ from paredown.study.sweeps.status import count
 from paredown.study.sweeps.store import Store
 from paredown.study.sweeps.sweep import EndedTrial, TrialSpec
 from paredown.study.sweeps.worker import WorkerOptions, work
-from paredown.study.tasks.task_trace import predicted_bytes
 from tests.support.postgres import PASSWORD
 from tests.support.trials import done, draw
 from tests.support.work import ROOT
@@ -260,7 +259,7 @@ def test_a_worker_does_not_wait_for_a_file_that_is_no_store(tmp_path: Path, monk
 
 
 def test_a_worker_waits_for_a_postgresql_database(new_postgres: Callable[[], str]) -> None:
-    url = database.make_url(new_postgres())
+    url = database.sql.make_url(new_postgres())
     missing = database.Database(url.set(database="not_yet").render_as_string(hide_password=False))
     closed = database.Database(url.set(port=1, host="127.0.0.1").render_as_string(hide_password=False))
     there = database.Database(url.render_as_string(hide_password=False))
@@ -385,12 +384,6 @@ def test_task_files_that_raise_exit_or_hang_harm_nobody(tmp_path: Path) -> None:
     assert "RuntimeError: not today" in found["raises"][1] and "SystemExit: 3" in found["quits"][1]
     assert found["exits"][1] == "its process ended with exit status 5 and without a result"
     assert found["hangs"] == ("killed", "no result after 0.5 s (timeout_seconds); its process was ended")
-
-
-def test_cheap_first_ranks_by_the_footprint(tmp_path: Path) -> None:
-    plans = [Plan(), Plan.uniform(activation="int8/64@bf16"), Plan.uniform(activation="int4/64@bf16")]
-    sizes = [predicted_bytes("digits#model=resnet18,batch=16,width=8", plan, tmp_path) for plan in plans]
-    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
 
 
 def test_engines_are_known_by_name() -> None:

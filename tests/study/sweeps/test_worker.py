@@ -223,26 +223,3 @@ def test_a_store_that_is_lost_ends_the_worker_with_a_sentence(store: Store, monk
     with pytest.raises(StoreError, match="gone"):
         work(store, engine, WorkerOptions(on_result=lambda *result: results.append(result)))
     assert not results and count(store)[0].running == 1, "others free it: this worker is not heard of any more"
-
-
-def test_nothing_of_workers_or_stores_depends_on_a_wall_clock() -> None:
-    """One function asks it, for columns that no condition reads."""
-    folder = Path(worker_module.__file__).parent
-    names = ("worker", "store", "database", "export", "status", "engines/engine", "engines/ray")
-    sources = {name: (folder / f"{name}.py").read_text() for name in names}
-    sources["store"] = sources["store"].replace("from datetime import UTC, datetime\n", "").replace("return datetime.now(UTC).", "")
-    for name, source in sources.items():
-        for word in ("time.time(", "datetime", "func.now", "CURRENT_TIMESTAMP", "c.started_at", "c.finished_at"):
-            assert word not in source, f"{name} asks {word}"
-
-
-def test_clocks_that_run_backwards_change_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    years = iter(range(2999, 0, -1))
-    monkeypatch.setattr("paredown.study.sweeps.store.utc_now", lambda: f"{next(years)}-01-01T00:00:00Z")
-    store.add("s", draw("noop", seeds=range(5)))
-    assert work(store, InlineEngine(act)) == 5 and work(store, InlineEngine(act)) == 0
-    assert all(row["finished_at"] < row["started_at"] for row in rows(store)), "as the clock had it"
-
-
-def test_the_helper_that_looks_for_processes_sees_a_living_one() -> None:
-    assert not is_gone(os.getpid(), seconds=0.2)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import paredown
 from paredown.errors import TaskError
 from paredown.study.tasks import data_files
 from paredown.study.tasks.data import Examples
@@ -27,13 +26,6 @@ def test_the_carried_digits_are_scikit_learns() -> None:
     both = torch.cat([data.x_train, data.x_test]).view(-1, 64).numpy()
     assert np.array_equal(both, np.rint(x * 255 / 16))
     assert np.array_equal(torch.cat([data.y_train, data.y_test]).numpy(), y)
-
-
-def test_the_carried_digits_are_small_and_credited() -> None:
-    folder = Path(paredown.__file__).parent / "data"
-    assert (folder / "digits.npz").stat().st_size < 50_000
-    text = (folder / "README.md").read_text()
-    assert "CC BY 4.0" in text and "Alpaydin" in text
 
 
 @pytest.mark.parametrize("shape", [(6, 7), (6, 7, 1), (6, 7, 3), (1, 6, 7), (3, 6, 7)])

@@ -15,7 +15,7 @@ from paredown.errors import TaskError
 from paredown.models import MODELS, OF_PIXELS, OF_TEXT
 from paredown.study.tasks.lookup import find_task
 from paredown.study.tasks.task import OptimizerSettings, Task, task_family
-from tests.study.tasks.made import CPU, DATA, make_task, needs_data, write_npz
+from tests.study.tasks.made import CPU, make_task, write_npz
 
 OF_CLASSES = [name for name in MODELS if name not in OF_TEXT | OF_PIXELS]
 
@@ -126,20 +126,6 @@ def test_the_loss_can_be_the_error_of_a_trial() -> None:
     assert find_task("digits#model=mlp,metric=loss").metric == "loss" and find_task("digits#model=mlp").metric == "error"
     with pytest.raises(TaskError, match="metric 'best' is unknown"):
         find_task("digits#model=mlp,metric=best")
-
-
-def test_a_file_that_changed_is_read_again(here: Path) -> None:
-    write_npz(here / "a.npz")
-    assert find_task("images:a.npz#batch=9").data.num_test == 9
-    write_npz(here / "a.npz", x_test=torch.zeros(6, 6, 6, dtype=torch.uint8).numpy(), y_test=(torch.arange(6) % 3).numpy())
-    assert find_task("images:a.npz#batch=9").data.num_test == 6
-
-
-@needs_data
-def test_a_superclass_of_cifar100_is_a_task() -> None:
-    task = find_task(f"images:{DATA}/images/cifar100.npz#superclass=3")
-    assert task.name == "images:cifar100.npz#superclass=3"
-    assert (task.data.num_train, task.data.num_answers, task.batch, task.steps) == (600, 5, 32, 180)
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,8 @@ def test_a_baseline_without_memory_has_no_time(monkeypatch: pytest.MonkeyPatch) 
     before = torch.random.get_rng_state()
     assert baseline_step_seconds(task, "cpu") is not None
     assert torch.equal(before, torch.random.get_rng_state()), "random numbers of the caller are the same"
-    monkeypatch.setattr(evaluation.Loop, "step", fail)
+    monkeypatch.setattr(evaluation.training.Loop, "step", fail)
     assert baseline_step_seconds(task, "cpu") is None
-    monkeypatch.setattr(evaluation.Loop, "step", lambda *_: 1 / 0)
+    monkeypatch.setattr(evaluation.training.Loop, "step", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         baseline_step_seconds(task, "cpu")

@@ -71,25 +71,5 @@ def test_what_is_no_trial_is_refused(field: str, value: Any, said: str) -> None:
         replace(ONE, **{field: value})
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"version": 2}, "of version 2; this paredown reads 1 to 1. Update"),
-        ({"version": "1"}, "of version '1'"),
-        ({"colour": "red"}, "field 'colour' is unknown in a trial of version 1. Allowed: task, plan"),
-        ({"plan": {"rules": []}}, "the JSON of a plan"),
-    ],
-)
-def test_json_that_is_no_trial_is_refused(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(PlanError, match=said):
-        Trial.from_json({**ONE.to_json(), **change})
-
-
-@pytest.mark.parametrize("value", [None, [], {}, {"version": 1, "task": "digits"}])
-def test_json_without_the_fields_is_refused(value: Any) -> None:
-    with pytest.raises(PlanError, match="an object with plan, seed, status, task, version"):
-        Trial.from_json(value)
-
-
 def test_a_status_may_be_text() -> None:
     assert replace(ONE, status="killed").status is Status.KILLED  # type: ignore[arg-type]

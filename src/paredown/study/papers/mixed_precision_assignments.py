@@ -57,10 +57,7 @@ ROLES = (Role.ACTIVATION, Role.ERROR, Role.WEIGHT, Role.GRADIENT)
 
 @dataclass(frozen=True)
 class Counted:
-    """A tensor that the paper counts among all numbers of a step: role, name, number of values, group.
-
-    `group` is the number of the group of tensors that are demoted together.
-    """
+    """A tensor that the paper counts: role, name, number of values, and the number of the group that is demoted together."""
 
     role: Role
     name: str
@@ -71,11 +68,6 @@ class Counted:
     def key(self) -> tuple[Role, str]:
         """The role and name of the tensor."""
         return self.role, self.name
-
-    @property
-    def may_be_low(self) -> bool:
-        """Whether the tensor may have the low precision, which all tensors but gradients of parameters may."""
-        return self.role is not Role.GRADIENT
 
 
 @dataclass(frozen=True)
@@ -92,11 +84,7 @@ class TensorGroup:
 
 
 def tensors_of(outline: Outline) -> list[Counted]:
-    """Return every tensor of a step that the paper counts, with its group.
-
-    `outline` lists the tensors that each operation of the forward pass computes. A parameter belongs to the group of the first value that
-    it is applied to.
-    """
+    """Return every tensor of a step that the paper counts; a parameter is in the group of the first value that it is applied to."""
     group, groups, tensors = -1, list[int](), list[Counted]()
     counted_weights: set[str] = set()
     for value in outline.values:
@@ -111,10 +99,7 @@ def tensors_of(outline: Outline) -> list[Counted]:
 
 
 def groups_of(outline: Outline) -> list[TensorGroup]:
-    """Return the groups of tensors that the paper demotes together, in the order of their first tensors.
-
-    `outline` lists the tensors that each operation of the forward pass computes.
-    """
+    """Return the groups of tensors that the paper demotes together, in the order of their first tensors."""
     tensors = tensors_of(outline)
     numbers = sorted({tensor.group for tensor in tensors})
     return [TensorGroup(number, tuple(tensor for tensor in tensors if tensor.group == number)) for number in numbers]
@@ -143,28 +128,10 @@ def memory_factor(ratio: float) -> float:
 # --- orders -----------------------------------------------------------------------------------------------------------
 
 
-def decreasing(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
-    """Return the groups in the paper's order, by falling size.
-
-    Like all orders it takes a seed, which only `shuffled` uses.
-    """
-    return sorted(groups, key=lambda group: (-group.numel, group.number))
-
-
-def increasing(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
-    """Return the groups of tensors in ascending order of their size."""
-    return sorted(groups, key=lambda group: (group.numel, group.number))
-
-
-def shuffled(groups: Sequence[TensorGroup], seed: int) -> list[TensorGroup]:
-    """Return the groups of tensors in random order."""
-    return random.Random(seed).sample(list(groups), len(groups))
-
-
-ORDERS: dict[str, Callable[[Sequence[TensorGroup], int], list[TensorGroup]]] = {
-    "decreasing": decreasing,
-    "increasing": increasing,
-    "random": shuffled,
+ORDERS: dict[str, Callable[[Sequence[TensorGroup], int], list[TensorGroup]]] = {  # of groups, with a seed
+    "decreasing": lambda groups, seed: sorted(groups, key=lambda group: (-group.numel, group.number)),  # the paper's
+    "increasing": lambda groups, seed: sorted(groups, key=lambda group: (group.numel, group.number)),
+    "random": lambda groups, seed: random.Random(seed).sample(groups, len(groups)),
 }
 
 
@@ -182,8 +149,9 @@ def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: i
     for group in groups:
         if reached >= needed:
             break
-        low |= {tensor.key for tensor in group.tensors if tensor.may_be_low}
-        reached += sum(tensor.numel for tensor in group.tensors if tensor.may_be_low)
+        lowered = [tensor for tensor in group.tensors if tensor.role is not Role.GRADIENT]
+        low |= {tensor.key for tensor in lowered}
+        reached += sum(tensor.numel for tensor in lowered)
     return frozenset(low)
 
 
@@ -239,10 +207,7 @@ def operator(outline: Outline) -> Low:
 
 
 def _ends(outline: Outline, products: list[int]) -> Low:
-    """Return the tensors of the first and the last matrix product or convolution, which stay in high precision in HFP8.
-
-    `products` are the positions of matrix products and convolutions in the outline (the list of operations).
-    """
+    """Return the tensors of the first and the last of `products` (indices of values), which stay high in HFP8."""
     first, last = (outline.values[index] for index in (products[0], products[-1]))
     values = [first, *(outline.values[source] for source in (*first.sources, *last.sources))]
     kept = {(role, value.name) for value in values for role in (Role.ACTIVATION, Role.ERROR)}
@@ -251,10 +216,7 @@ def _ends(outline: Outline, products: list[int]) -> Low:
 
 
 def amp(outline: Outline) -> Low:
-    """Return the tensors that torch.autocast would compute in low precision.
-
-    They are outputs of products, and outputs of operations on neither of autocast's lists if all their inputs are low.
-    """
+    """Return the tensors that torch.autocast computes low: outputs of products, and of other operations if all inputs are low."""
     is_low: list[bool] = []
     low: set[tuple[Role, str]] = set()
     for value in outline.values:

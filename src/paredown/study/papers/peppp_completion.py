@@ -16,7 +16,9 @@ the rank there is more than one minimum: the result is the one that is reached f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +34,7 @@ LARGE = 100_000  # entries above which there is no full decomposition
 
 @dataclass(frozen=True)
 class Completed:
-    """A completed matrix of errors, with the number of iterations that it took.
-
-    `residual`: the relative change of the last iteration, scaled to a step of length 1.
-    """
+    """A completed matrix of errors, the iterations that it took, and `residual`, the relative change of the last one."""
 
     values: Array
     num_steps: int
@@ -55,10 +54,7 @@ class Completion:
 
 
 def complete(errors: Array, *, propensities: Array | None = None, **how: float) -> Completed:
-    """Return `errors` with its NaNs filled in; `propensities` is the probability of each entry to be observed.
-
-    `how`: fields of `Completion`.
-    """
+    """Return `errors` with its NaNs filled in; `propensities`: of entries to be observed, `how`: fields of `Completion`."""
     options = Completion(**how)  # pyright: ignore[reportArgumentType]
     is_known = np.isfinite(errors)
     if errors.ndim != 2 or not is_known.any():
@@ -67,7 +63,7 @@ def complete(errors: Array, *, propensities: Array | None = None, **how: float) 
     known = np.where(is_known, errors, 0.0)
     completed = _descend(known, weights, options, _Carried(options.rank))
     if completed.is_converged and options.rank + NUM_SPARE < min(errors.shape) and errors.size <= LARGE:
-        completed = _descend(known, weights, options, _Exact(options.rank), start=completed)  # with full decompositions
+        completed = _descend(known, weights, options, partial(_exact, options.rank), start=completed)  # with full decompositions
     return completed
 
 
@@ -78,13 +74,9 @@ def _inverse(propensities: Array, is_known: NDArray[np.bool_]) -> Array:
 
 
 def _descend(
-    known: Array, weights: Array, options: Completion, shrink: _Carried | _Exact, start: Completed | None = None
+    known: Array, weights: Array, options: Completion, shrink: Callable[[Array, float], Array], start: Completed | None = None
 ) -> Completed:
-    """Return the completed matrix after proximal gradient descent with momentum and restarts.
-
-    `known`: the errors, 0 where not observed. `weights`: of each squared difference. `shrink`: the function that shrinks singular values.
-    `start`: the result to continue from; None: zeros.
-    """
+    """Return the matrix completed by proximal gradient descent with momentum and restarts, from `start` or from zeros."""
     current = np.zeros_like(known) if start is None else start.values
     extrapolated, speed, step_length = current, 1.0, 1.0 / weights.max()
     residual, step = np.inf, 0 if start is None else start.num_steps
@@ -102,19 +94,14 @@ def _descend(
     return Completed(current, step, residual, residual < options.tolerance)
 
 
-class _Exact:
-    """The projection of a matrix to a rank, with singular values shrunk by the penalty, by a full decomposition."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def __call__(self, matrix: Array, amount: float) -> Array:
-        left, values, right = np.linalg.svd(matrix, full_matrices=False)
-        return (left[:, : self.rank] * np.maximum(values[: self.rank] - amount, 0)) @ right[: self.rank]
+def _exact(rank: int, matrix: Array, amount: float) -> Array:
+    """Return the projection of a matrix to a rank, with singular values shrunk by `amount`, by a full decomposition."""
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    return (left[:, :rank] * np.maximum(values[:rank] - amount, 0)) @ right[:rank]
 
 
 class _Carried:
-    """An approximation of `_Exact` that starts from the singular vectors of the last iteration."""
+    """An approximation of `_exact` that starts from the singular vectors of the last iteration."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -132,10 +119,7 @@ class _Carried:
         return (left * np.maximum(values[: self.rank] - amount, 0)) @ self.right[:, : self.rank].T
 
     def _first(self, matrix: Array) -> Array:
-        """Return the first right singular vectors (num_plans, rank + NUM_SPARE).
-
-        For a large matrix they are approximate, from random vectors.
-        """
+        """Return the first right singular vectors (num_plans, rank + NUM_SPARE), approximate for a large matrix."""
         count = min(self.rank + NUM_SPARE, *matrix.shape)
         if matrix.size <= LARGE:
             return np.linalg.svd(matrix, full_matrices=False)[2][:count].T

@@ -68,10 +68,7 @@ SETTINGS: Mapping[str, CrossValidationSetting] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Matrices:
-    """The errors and the memory of tasks (rows) under plans (columns).
-
-    `levels` (plans,): plans with equal numbers are known to differ by noise alone.
-    """
+    """Errors and memory of tasks (rows) under plans (columns); plans with equal `levels` are known to differ by noise alone."""
 
     errors: Array
     memory: Array
@@ -119,10 +116,7 @@ def prior_rows(matrices: Matrices, left_out: int, setting: CrossValidationSettin
 
 
 def propensities_of(memory: Array, sampling: str) -> Array:
-    """Return the probability with which each entry of the matrix (tasks, plans) is observed.
-
-    With the `sampling` "uniform" it is equal for all, otherwise it follows the rank of the entry's memory: the least is most likely.
-    """
+    """Return the probability that each entry (tasks, plans) is observed: equal for "uniform", else by the rank of its memory."""
     if sampling == "uniform":
         return np.full(memory.shape, SHARE)
     ranks = np.argsort(np.argsort((1 / memory).ravel())).reshape(memory.shape)
@@ -164,10 +158,7 @@ class HeldOutTask:
     truth: Truth
 
     def judge(self, picker: Picker, counts: Sequence[int], *, is_released: bool = False) -> dict[int, Scores]:
-        """Return the scores of a picker on this task after each number of measurements in `counts`.
-
-        `is_released`: fronts and hypervolume are computed as in PEPPP's released code.
-        """
+        """Return the scores of a picker after each number of `counts`; `is_released`: fronts and areas are those of PEPPP's code."""
         errors = self.truth.errors[self.truth.feasible]
         predictions = picker(self.known, lambda plan: float(errors[plan]), counts)
         missing = [count for count in counts if count not in predictions]
@@ -186,10 +177,7 @@ Cache = dict[tuple[str, bool], list[PriorRows]]
 
 
 def held_out_tasks(matrices: Matrices, setting: CrossValidationSetting, cache: Cache | None = None) -> list[HeldOutTask]:
-    """Return every task of the matrices in turn as the one that is held out.
-
-    `cache` keeps the prior rows between calls, since settings with and without a cap share them.
-    """
+    """Return every task in turn as the held out one; `cache` keeps prior rows, which settings with and without a cap share."""
     cache, key, rows = {} if cache is None else cache, (setting.sampling, setting.is_leaky), range(len(matrices.errors))
     if key not in cache:
         cache[key] = [prior_rows(matrices, row, setting) for row in rows]
@@ -211,10 +199,7 @@ def _held_out_task(matrices: Matrices, row: int, prior: PriorRows, cap: float) -
 def judge(
     rows: Sequence[HeldOutTask], picker: Picker, counts: Sequence[int], *, is_released: bool = False
 ) -> dict[int, PickerScores]:
-    """Return the scores of a picker on all held-out tasks (`rows`) after each number of measurements in `counts`.
-
-    `is_released`: fronts and hypervolume are computed as in PEPPP's released code.
-    """
+    """Return the scores of a picker after each number of `counts`; `is_released`: fronts and areas are those of PEPPP's code."""
     scores_of_tasks = [row.judge(picker, counts, is_released=is_released) for row in rows]
     return {count: PickerScores(count, tuple(scores[count] for scores in scores_of_tasks)) for count in counts}
 
@@ -230,18 +215,12 @@ def hypervolume(memory: Array, errors: Array, top: float) -> float:
 
 
 def released_hypervolume(memory: Array, errors: Array, top: float) -> float:
-    """Return the area of a Pareto front as PEPPP's released code computes it, which differs from the paper's definition.
-
-    Errors are sorted, while memories keep the order of the columns.
-    """
+    """Return the area of a front as PEPPP's released code has it: errors are sorted, memories keep the order of the columns."""
     return float(np.diff(np.append(memory, 1.0)) @ (top - np.sort(errors)[::-1]))
 
 
 def released_front(memory: Array, errors: Array) -> NDArray[np.bool_]:
-    """Return the Pareto front as PEPPP's released code computes it.
-
-    Plans that are equal in memory and error remove each other.
-    """
+    """Return the Pareto front as in PEPPP's released code: plans that are equal in memory and error remove each other."""
     is_equal = (memory[:, None] == memory) & (errors[:, None] == errors)
     return undominated(memory, errors) & (is_equal.sum(axis=0) == 1)
 
@@ -270,10 +249,7 @@ class Truth:
     means: Array
 
     def scores(self, drawn: Array, expected: Array, predicted: Array, *, is_released: bool = False) -> Scores:
-        """Return the five scores of a prediction of this task's errors.
-
-        The front is taken from the errors `drawn`, recommendations from `expected`, the root mean squared error from `predicted`.
-        """
+        """Return the scores of a prediction: its front is of errors `drawn`, recommendations of `expected`, rmse of `predicted`."""
         memory, errors = self.memory[self.feasible], self.errors[self.feasible]
         front_of = released_front if is_released else undominated
         front, true_front = front_of(memory, drawn), front_of(self.memory, self.errors)
@@ -297,10 +273,7 @@ def distance(points: Array, others: Array) -> float:
 
 
 def regret(memory: Array, expected: Array, errors: Array) -> float:
-    """Return the excess error of recommended plans over the best plans, averaged over all budgets that equal a plan's memory.
-
-    Within a budget the plan of least `expected` error is recommended; its excess is its error in `errors` minus the least one.
-    """
+    """Return the excess error of plans recommended by `expected` over the best plans, averaged over budgets that equal a memory."""
     lost: list[float] = []
     for budget in np.unique(memory):
         fits = np.flatnonzero(memory <= budget)

@@ -253,10 +253,7 @@ def with_measured(predicted: Array, chosen: list[int], measured: Array) -> Array
 
 
 def factorised(design: Callable[[Array, int, int], list[int]]) -> Picker:
-    """Return a picker that measures the plans which a design chooses, and predicts the others by least squares.
-
-    `design(vectors, count, seed)` returns the indices of these plans.
-    """
+    """Return a picker that measures the plans of `design(vectors, count, seed)`, and predicts the others by least squares."""
 
     def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         vectors = embed(known.completed)
@@ -305,19 +302,13 @@ def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool =
 
 
 def averaged(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-    """Return predictions that are means over prior tasks, without any measurement.
-
-    `counts` are the numbers of measurements that predictions are returned for.
-    """
+    """Return predictions for each number of `counts` that are means over prior tasks, without any measurement."""
     means = known.completed.mean(axis=0)
     return {count: plain([], np.empty(0), means) for count in counts}
 
 
 def heaviest(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-    """Return predictions that recommend a random plan among those of most memory.
-
-    Errors are means over prior tasks.
-    """
+    """Return predictions that recommend a random plan among those of most memory; errors are means over prior tasks."""
     order = np.random.RandomState(known.seed).permutation(len(known.memory))
     ranks = np.empty(len(order))
     ranks[np.lexsort((order, -known.memory))] = np.arange(len(order))

@@ -93,10 +93,7 @@ class Frontier:
         object.__setattr__(self, "points", tuple(sorted(self.points, key=lambda point: (point.predicted_bytes, point.mean))))
 
     def front(self) -> tuple[Point, ...]:
-        """Return the Pareto front: points that no other point is expected to beat in both bytes and error.
-
-        Where step times are known, a point is also on the front if no other point beats it in step time, too.
-        """
+        """Return the Pareto front: points that no other is expected to beat in bytes, error and, where it is known, step time."""
         return tuple(point for point in self.points if point.on_front)
 
     def best(self, budget: int | str) -> Point:
@@ -164,10 +161,7 @@ def step_times(point: Point) -> tuple[float | None, float | None]:
 
 
 def comparable_times(times: Iterable[tuple[float | None, float | None]]) -> Array:
-    """Return step times (seconds, ratio to the baseline) that can be compared, (plans,), NaN where unknown.
-
-    They are ratios if any ratio is known, otherwise seconds.
-    """
+    """Return step times (plans,), NaN where unknown: ratios to the baseline's if any is known, otherwise seconds."""
     seconds, ratios = np.array([*times], dtype=float).reshape(-1, 2).T
     return ratios if np.isfinite(ratios).any() else seconds
 

@@ -132,10 +132,7 @@ class TaskStep:
 
 @dataclass(frozen=True)
 class Candidates:
-    """All candidates, and the features of the prior's plans.
-
-    `points` (plans of the prior, features) has the features of the prior's plans, NaN where unknown.
-    """
+    """All candidates, and the features of the prior's plans, `points`, NaN where unknown."""
 
     rows: tuple[CandidatePlan, ...]
     points: Array  # (plans of the prior, features)
@@ -163,10 +160,7 @@ class Candidates:
 
 
 def candidates(step: TaskStep, prior_data: PriorData, budget: int | str, others: Iterable[tuple[str, Plan]] = ()) -> Candidates:
-    """Return the plans to choose from: those of the prior, those for any task, and `others`, given with labels.
-
-    Templates for larger budgets than `budget` are left out: their plans would not fit, and making them takes most of the time.
-    """
+    """Return plans of the prior, those for any task, and `others`, with labels; templates above `budget` are left out to save time."""
     by_key: dict[object, CandidatePlan] = {}
     budget_bytes = parse_bytes(budget, whole=step.full_bytes)
     points = np.full((len(prior_data.plans), len(NAMES)), np.nan)
@@ -200,10 +194,7 @@ def _general(step: TaskStep, budget: int | str) -> Iterator[tuple[str, Callable[
 
 
 def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int) -> CandidatePlan | None:
-    """Return the candidate of the plan that `make()` returns; `column` is its column in the prior, -1 without one.
-
-    None if the plan cannot be made for this step, or has rules for slots that the step does not have.
-    """
+    """Return the candidate of the plan that `make()` returns; None if it cannot be made, or has rules for slots that are not there."""
     try:
         plan = make()
         return CandidatePlan(label, plan, step.bytes_of(plan), column, step.features(plan))
@@ -266,10 +257,7 @@ def _by_rules(plan: Plan) -> dict[Role, list[Format | None]]:
 
 
 def _by_slots(plan: Plan, trace: Trace) -> dict[Role, list[Format | None]]:
-    """Return the formats of all slots under a plan, by role.
-
-    If backward needs no value of a tensor, it counts as exact. A recomputed tensor has the format of the tensor that it is computed from.
-    """
+    """Return the formats of all slots by role: exact where backward needs no value, of the source where a tensor is recomputed."""
     trace_with_checkpoints = planned_step(trace, plan)
     storages = slot_storages(trace_with_checkpoints, plan)
     needed = [slot for slot in trace_with_checkpoints.activations if any(saver.use is Use.VALUE for saver in slot.savers)]

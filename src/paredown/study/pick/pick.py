@@ -78,9 +78,10 @@ def pick(
     start = time.perf_counter()
     task = _checked_task(task, evaluations, mode)
     _check_margin(max_error_increase, confidence)
-    prior_data = _prior_data(prior, mode)
+    if not isinstance(prior, PriorData):
+        prior = priors.known_prior(PRIOR_MODES[mode]) if prior is None else priors.load(prior)
     torch_device = find_device(device)
-    step = task_step(task, torch_device.type, mode, prior_data)
+    step = task_step(task, torch_device.type, mode, prior)
     limit = budget if budget is not None else BUDGET if max_error_increase is None else "100%"
     budget_bytes = parse_bytes(limit, whole=step.full_bytes)
     margin = "" if max_error_increase is None else f", error increase {max_error_increase:g} at {confidence:g}"
@@ -89,7 +90,7 @@ def pick(
     try:
         own_trials, other_trials = source.known()
         tried_plans = [(f"trial of {trial.task}", trial.plan) for trial in (*own_trials, *other_trials)]
-        rows = candidates(step, prior_data, BUDGET if budget is None else budget, tried_plans)
+        rows = candidates(step, prior, BUDGET if budget is None else budget, tried_plans)
         loop = PickLoop(
             task=task.name,
             metric=task.metric if isinstance(task.metric, str) else getattr(task.metric, "__name__", "metric"),
@@ -97,7 +98,7 @@ def pick(
             budget_bytes=budget_bytes,
             step=step,
             candidates=rows,
-            task_prior=TaskPrior.of(prior_data),
+            task_prior=TaskPrior.of(prior),
             device=device_name(torch_device),
             max_error_increase=max_error_increase,
             confidence=confidence,
@@ -113,10 +114,7 @@ def pick(
 
 
 def _calibrated_seconds(task: Task, device: str, mode: str) -> Callable[[Plan], float | None] | None:
-    """Return a function that predicts a plan's step time by the calibration of the device.
-
-    None if the device was not calibrated, or if plans are simulated.
-    """
+    """Return a function that predicts step times by the device's calibration; None without one, or if plans are simulated."""
     calibration = find_calibration(device)[0] if mode == "store" else None
     if calibration is None:
         return None
@@ -148,14 +146,7 @@ def _predictor(step_seconds: PredictedSeconds | None) -> Callable[[Plan], float 
     return predict
 
 
-def _prior_data(prior: str | os.PathLike[str] | PriorData | None, mode: str) -> PriorData:
-    if isinstance(prior, PriorData):
-        return prior
-    return priors.known_prior(PRIOR_MODES[mode]) if prior is None else priors.load(prior)
-
-
 def _checked_task(task: Any, evaluations: Any, mode: Any) -> Task:
-    """Return the task, looked up if it is a name; TaskError if the task, `evaluations` or `mode` is invalid."""
     if not isinstance(evaluations, int) or isinstance(evaluations, bool) or evaluations < 0:
         raise TaskError(f"evaluations is {evaluations!r}; it is a whole number from 0 up (0: the prior alone decides).")
     if mode not in PRIOR_MODES:
@@ -176,17 +167,13 @@ def _check_margin(increase: Any, confidence: Any) -> None:
 
 
 def _random_guess_error(task: Task) -> float | None:
-    """Return the error of random guessing in the task's metric; None if it is unknown."""
     if task.metric == "loss":
         return task.blind_loss
     return random_guess_error(task.metric, task.data.num_answers) if isinstance(task.metric, str) else None
 
 
 def task_step(task: Task, device: str, mode: str, prior_data: PriorData) -> TaskStep:
-    """Return the step of a task, which predicts the peak bytes under each plan.
-
-    In simulate mode, with a prior of PEPPP's configurations, these are the bytes of PEPPP's memory model.
-    """
+    """Return the step of a task, which predicts peak bytes; in simulate mode with PEPPP's configurations by PEPPP's memory model."""
 
     def trace_of(plan: Plan) -> Trace:
         return trace_task(task, plan, device)

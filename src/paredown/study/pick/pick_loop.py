@@ -18,30 +18,10 @@ from numpy.typing import NDArray
 
 from paredown.errors import BudgetError, TaskError
 from paredown.plan.plan import Plan
+from paredown.study.pick import posterior, reasons
 from paredown.study.pick.answer import Frontier, Picked, Point, comparable_times
 from paredown.study.pick.candidates import Candidates, TaskStep
 from paredown.study.pick.pareto import undominated
-from paredown.study.pick.posterior import (
-    BudgetChoice,
-    ErrorMargin,
-    Estimate,
-    Prior,
-    Run,
-    expected_gains,
-    is_settled,
-    propose,
-    propose_for_margin,
-)
-from paredown.study.pick.reasons import (
-    DECIDED,
-    UNFINISHED,
-    AnswerText,
-    explain_nothing_trains,
-    say_ties,
-    say_time,
-    say_use_of_trials,
-    stopped_early,
-)
 from paredown.study.pick.task_prior import WORST, TaskPrior
 from paredown.study.sweeps.measurement import Measurer, TrialCallback
 from paredown.study.tasks.trial import Status, Trial
@@ -74,7 +54,7 @@ class PickLoop:
     max_error_increase: float | None = None
     confidence: float = 0.9
     predict_seconds: Callable[[Plan], float | None] | None = None
-    prior: Prior = field(init=False)
+    prior: posterior.Prior = field(init=False)
     trials: list[Trial] = field(default_factory=list[Trial])
     num_done: int = 0  # trials that count as evaluations
     others: list[Trial] = field(default_factory=list[Trial])
@@ -112,21 +92,18 @@ class PickLoop:
 
     @property
     def _on_this_device(self) -> list[tuple[int, Trial]]:
-        """The trials that ran on this device, whose peak memory counts, each with the index of its plan.
-
-        Trials of this pick that record no device are among them.
-        """
+        """The trials that ran on this device or, of this pick, record none; their peaks count. Each has the index of its plan."""
         own_trials = [trial for trial in self.trials if trial.device in ("", self.device)]
         return self._indexed((*own_trials, *(trial for trial in self.others if trial.device == self.device)))
 
     def _indexed(self, trials: Iterable[Trial]) -> list[tuple[int, Trial]]:
         return [(self._index_of[trial.plan.key], trial) for trial in trials if trial.plan.key in self._index_of]
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[posterior.Run]:
         """Return the finished trials as runs, with errors relative to random guessing; infinite if the trial diverged."""
-        finished = [(plan, trial) for plan, trial in self.known if trial.status not in UNFINISHED]
+        finished = [(plan, trial) for plan, trial in self.known if trial.status not in reasons.UNFINISHED]
         errors = [min(WORST, trial.error / self._unit) if trial.error is not None else np.inf for _, trial in finished]
-        return [Run(plan, error) for (plan, _), error in zip(finished, errors, strict=True)]
+        return [posterior.Run(plan, error) for (plan, _), error in zip(finished, errors, strict=True)]
 
     @property
     def _unit(self) -> float:
@@ -136,7 +113,7 @@ class PickLoop:
         first = next(((plan, trial.error) for plan, trial in self.known if trial.error is not None), None)
         if first is None:
             return 1.0
-        expected = Estimate.after(self.prior, self.candidates.memory, []).means[first[0]]
+        expected = posterior.Estimate.after(self.prior, self.candidates.memory, []).means[first[0]]
         return first[1] / expected if first[1] > 0 and expected > 0 else 1.0
 
     def blocked(self) -> set[int]:
@@ -154,11 +131,8 @@ class PickLoop:
 
     @property
     def _peaks(self) -> list[tuple[int, int]]:
-        """The measured peak bytes of each finished trial on this device, with the index of its plan.
-
-        Unfinished trials are left out, since their peak is only a lower bound.
-        """
-        ended = [(plan, trial) for plan, trial in self._on_this_device if trial.status not in UNFINISHED]
+        """The measured peak bytes of each finished trial on this device, with the index of its plan."""
+        ended = [(plan, trial) for plan, trial in self._on_this_device if trial.status not in reasons.UNFINISHED]
         return [(plan, trial.measured_peak_bytes) for plan, trial in ended if trial.measured_peak_bytes is not None]
 
     def expected(self) -> Array:
@@ -180,10 +154,7 @@ class PickLoop:
         return np.flatnonzero(self.needed() <= self.budget_bytes)
 
     def step_times(self) -> list[tuple[float | None, float | None, str]]:
-        """Return the step time of each plan, (seconds, ratio, source): measured on this device, else predicted, else that of prior tasks.
-
-        Of prior tasks it is the median ratio.
-        """
+        """Return (seconds, ratio, source) of each plan: measured on this device, predicted, or the median ratio of prior tasks."""
         trials = [(plan, trial) for plan, trial in self._on_this_device if trial.step_seconds is not None]
         baselines = [trial.baseline_step_seconds for _, trial in trials if trial.baseline_step_seconds is not None]
         predict = self.predict_seconds or (lambda plan: None)
@@ -224,28 +195,22 @@ class PickLoop:
 
             if progress is not None:
                 progress(done, evaluations, f"trying {label}")
-            trials = measurer.measure(self.candidates.rows[plan].plan, self._fresh_seed(plan, seed), step)
+            taken = {trial.seed for other, trial in self.known if other == plan}
+            fresh_seed = next(number for number in count(seed) if number not in taken)
+            trials = measurer.measure(self.candidates.rows[plan].plan, fresh_seed, step)
             self.learn(trials)
             if progress is not None:
                 progress(self.num_done, evaluations, "; ".join(f"{label}: {_outcome(trial)}" for trial in trials))
         self._stop_if_all_failed(1)
 
-    def _fresh_seed(self, plan: int, seed: int) -> int:
-        """Return the first seed, from `seed` upwards, for which this plan has no trial."""
-        taken = {trial.seed for other, trial in self.known if other == plan}
-        return next(number for number in count(seed) if number not in taken)
-
     def next_plan(self, num_left: int) -> int | None:
-        """Return the index of the plan to try next; None if no plan can fit, or no trial is worth its cost.
-
-        `num_left`: how many trials may still run.
-        """
+        """Return the index of the plan to try next; None if no plan can fit, or none of the `num_left` trials is worth its cost."""
         fits, runs, estimate = self.fits(), self.runs(), self.estimate()
         if not len(fits):
             return self._smallest_untried()
         if (margin := self.margin()) is not None:
             num_runs = Counter(run.plan for run in runs)
-            plan = propose_for_margin(estimate, margin, self.budget_bytes, num_runs, is_last=num_left == 1)
+            plan = posterior.propose_for_margin(estimate, margin, self.budget_bytes, num_runs, is_last=num_left == 1)
             self.is_settled = plan is None
             return plan
         diverged = [run.plan for run in runs if not np.isfinite(run.error)]
@@ -253,12 +218,12 @@ class PickLoop:
         best = estimate.best(self.budget_bytes, is_cautious=False).plan  # it may be one that is picked only after a trial
         times = comparable_times(time[:2] for time in self.step_times())
         is_least = best in self._exact and not (times[fits] < times[best]).any()  # no trial finds less error, or a quicker plan
-        if best in estimate.tried and (is_least or is_settled(estimate, fits)):
+        if best in estimate.tried and (is_least or posterior.is_settled(estimate, fits)):
             self.is_settled = True
             return None
         if best not in estimate.tried and num_left == 1:
             return best
-        return propose(estimate, fits)
+        return posterior.propose(estimate, fits)
 
     def _smallest_untried(self) -> int | None:
         """Return the untried plan of least expected peak, which is measured before the answer is that nothing fits."""
@@ -272,22 +237,19 @@ class PickLoop:
 
     # --- the answer ---------------------------------------------------------------------------------------------
 
-    def estimate(self) -> Estimate:
+    def estimate(self) -> posterior.Estimate:
         """Return the posterior of every plan's error, relative to random guessing."""
-        estimate = Estimate.after(self.prior, self.needed(), self.runs())
+        estimate = posterior.Estimate.after(self.prior, self.needed(), self.runs())
         return replace(estimate, exact=self._exact, times=comparable_times(time[:2] for time in self.step_times()))
 
-    def margin(self) -> ErrorMargin | None:
+    def margin(self) -> posterior.ErrorMargin | None:
         """Return how far the picked plan's error may lie above the baseline's; None without `max_error_increase`."""
         if self.max_error_increase is None:
             return None
-        return ErrorMargin(self.max_error_increase / self._unit, self.confidence, self._index_of[Plan().key])
+        return posterior.ErrorMargin(self.max_error_increase / self._unit, self.confidence, self._index_of[Plan().key])
 
-    def choice(self) -> BudgetChoice:
-        """Return the plan of least expected error within the budget, or the smallest within the error margin if there is one.
-
-        Raise BudgetError if no plan fits.
-        """
+    def choice(self) -> posterior.BudgetChoice:
+        """Return the plan of least expected error within the budget, or the smallest within the margin; BudgetError if none fits."""
         estimate, margin = self.estimate(), self.margin()
         return estimate.best(self.budget_bytes) if margin is None else estimate.smallest(self.budget_bytes, margin)
 
@@ -314,11 +276,10 @@ class PickLoop:
         point = replace(points[choice.plan], on_front=True)  # nothing that fits was preferred to it
         others = (other for other in answer.frontier.points if other.label != point.label)
         frontier = replace(answer.frontier, points=(*others, point))
-        certainty = (
-            f"{self._certainty(estimate, choice, points)} {say_time(frontier, point, self.budget_bytes, is_by_error=is_by_error)}"
-        )
-        early = "" if not self.is_settled else stopped_early(point) if is_by_error else DECIDED
-        text = AnswerText(answer, point, tuple(self.others), len(self.task_prior.prior_data.tasks), self.unit is not None)
+        time = reasons.say_time(frontier, point, self.budget_bytes, is_by_error=is_by_error)
+        certainty = f"{self._certainty(estimate, choice, points)} {time}"
+        early = "" if not self.is_settled else reasons.stopped_early(point) if is_by_error else reasons.DECIDED
+        text = reasons.AnswerText(answer, point, tuple(self.others), len(self.task_prior.prior_data.tasks), self.unit is not None)
         return replace(
             answer,
             plan=point.plan,
@@ -329,15 +290,15 @@ class PickLoop:
             notes=text.notes(),
         )
 
-    def _certainty(self, estimate: Estimate, choice: BudgetChoice, points: Sequence[Point]) -> str:
+    def _certainty(self, estimate: posterior.Estimate, choice: posterior.BudgetChoice, points: Sequence[Point]) -> str:
         """Return a sentence on how certain the pick is: which plans may be as good, or how probably its error is within the margin."""
         if (margin := self.margin()) is not None:
             return self._say_margin(points[margin.baseline], choice.plan, float(estimate.within_margin(margin)[choice.plan]))
-        certainty = say_ties([points[plan].label for plan in choice.ties], len(self.fits()))
+        certainty = reasons.say_ties([points[plan].label for plan in choice.ties], len(self.fits()))
         if self.known:
             return certainty
-        gain = float(expected_gains(estimate, self.fits(), has_noise=False).max())
-        return f"{certainty} {say_use_of_trials(gain, is_settled(estimate, self.fits()))}"
+        gain = float(posterior.expected_gains(estimate, self.fits(), has_noise=False).max())
+        return f"{certainty} {reasons.say_use_of_trials(gain, posterior.is_settled(estimate, self.fits()))}"
 
     @property
     def _said_margin(self) -> str:
@@ -350,8 +311,7 @@ class PickLoop:
         known = f"the baseline has {baseline.mean:.4f} +- {baseline.deviation:.4f} (standard deviation)"
         return f"It is the smallest plan that fits with an error {self._said_margin}: {100 * chance:.0f} %; {known}."
 
-    def _points(self, estimate: Estimate) -> list[Point]:
-        """Return a point (a plan with its bytes and error) for each candidate, in their order."""
+    def _points(self, estimate: posterior.Estimate) -> list[Point]:
         rows, blocked, fits, needed = self.candidates.rows, self.blocked(), set(self.fits().tolist()), self.expected()
         times, every = self.step_times(), np.arange(len(rows))
         means = estimate.errors(every, is_cautious=False)
@@ -383,7 +343,7 @@ class PickLoop:
         if len(self.fits()):
             return replace(answer, reason=f"no plan that fits has an error {self._said_margin}. Raise the budget or the margin.")
         if within := [point for point in points if point.predicted_bytes <= self.budget_bytes]:
-            return replace(answer, reason=explain_nothing_trains(within, self.trials))
+            return replace(answer, reason=reasons.explain_nothing_trains(within, self.trials))
         try:
             if self.step.trace_of is not None:
                 self.step.assigned(self.budget_bytes)
@@ -399,7 +359,7 @@ class PickLoop:
         """Return a point for the plan of the smallest peak, `nbytes`, with an error predicted from its features."""
         plan = self.step.assigned(nbytes)
         prior = self.task_prior.covering(np.array([-1]), self.step.features(plan)[None], self.candidates.points)
-        estimate = Estimate.after(prior, np.array([float(nbytes)]), [])
+        estimate = posterior.Estimate.after(prior, np.array([float(nbytes)]), [])
         mean, deviation = float(estimate.means[0]) * self._unit, float(estimate.deviations[0]) * self._unit
         return Point(SMALLEST, plan, self.step.bytes_of(plan), mean, deviation, on_front=True, fits=False, source="features")
 

@@ -167,10 +167,7 @@ def _levels_of_tasks(found: Gaussian, sums: LevelSums, noise: Array) -> tuple[Ar
 
 
 def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, float]:
-    """Return slope and intercept of a line for the logarithm of `noise` (tasks,) over the tasks' mean errors.
-
-    `values` are these mean errors, `weights` how much each task counts.
-    """
+    """Return slope and intercept of a line for the logarithm of `noise` (tasks,) over the tasks' mean errors, `values`."""
     if len(noise) < FEWEST_TASKS:
         return 0.0, float(np.log(np.median(noise)))
     heights, logs = values.mean(axis=1), np.log(noise)
@@ -180,10 +177,7 @@ def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, flo
 
 
 def _start_of(sums: LevelSums) -> tuple[Gaussian, float]:
-    """Return the distribution with which EM starts, and the variance of a single run.
-
-    In it, levels differ by an offset and tasks by a height, which is added to the errors of all levels.
-    """
+    """Return the distribution with which EM starts (an offset for each level, a height for each task), and the variance of a run."""
     weights, observed = sums.weights, sums.weights @ sums.count
     mean = np.where(observed > 0, weights @ sums.total / np.maximum(observed, 1e-12), (weights @ sums.total).sum() / observed.sum())
     heights = (sums.total - sums.count * mean).sum(axis=1) / np.maximum(sums.count.sum(axis=1), 1.0)
@@ -201,10 +195,7 @@ def _start_of(sums: LevelSums) -> tuple[Gaussian, float]:
 
 @dataclass(frozen=True)
 class Prior:
-    """The distribution of a new task's errors by plan, and the probability that each plan diverges.
-
-    `worst`: the error of a run that diverged. `divergence` (plans,): probabilities.
-    """
+    """The distribution of a new task's errors by plan, the probability that each diverges, and the error `worst` of that."""
 
     levels: Indices
     gaussian: Gaussian
@@ -292,17 +283,11 @@ class Estimate:
 
     @property
     def tie_error(self) -> float:
-        """The difference of mean errors up to which plans count as equally accurate.
-
-        It is AS_ACCURATE standard deviations of a run of a typical plan.
-        """
+        """The difference of mean errors up to which plans are as accurate: AS_ACCURATE standard deviations of a typical run."""
         return AS_ACCURATE * float(np.sqrt(np.median(self.noise)))
 
     def errors(self, plans: Indices, *, is_cautious: bool = True) -> Array:
-        """Return the errors by which `plans` are compared: their means, raised if `is_cautious`.
-
-        Caution: if some of these plans have runs, a standard deviation is added to the mean errors of those that have none.
-        """
+        """Return the errors by which `plans` are compared: means, with caution a standard deviation more if only others have runs."""
         is_tried = np.isin(plans, list(self.tried))
         means, is_exact = self.means[plans], np.isin(plans, list(self.exact))
         return at_least_exact(cautious(means, self.deviations[plans], is_tried) if is_cautious else means, means, is_exact)
@@ -321,10 +306,7 @@ class Estimate:
         return BudgetChoice(plan, tuple(int(other) for other in fits if other != plan and chances[other] >= TIE_PROBABILITY))
 
     def smallest(self, budget: float, margin: ErrorMargin) -> BudgetChoice:
-        """Return the plan of least memory whose bytes are within the budget and whose error is within the margin.
-
-        Of plans of equal memory it is the one with the least mean error.
-        """
+        """Return the plan of least memory, then of least mean error, within the budget and the error margin."""
         chances = self.within_margin(margin)
         allowed = np.flatnonzero((self.memory <= budget) & (chances >= margin.confidence))
         if not len(allowed):
@@ -340,10 +322,7 @@ class Estimate:
         return chances
 
     def chance_below(self, plan: int, increase: float = 0.0) -> Array:
-        """Return the probability that each plan's mean error is below that of `plan` plus `increase`.
-
-        It is one half for plans that nothing tells apart.
-        """
+        """Return the probability that each plan's mean error is below that of `plan` plus `increase`; one half if nothing is known."""
         variances = np.diagonal(self.covariance)
         apart = np.sqrt(np.maximum(variances + variances[plan] - 2 * self.covariance[plan], 1e-18))
         return np.array([0.5 * math.erfc(-x / math.sqrt(2)) for x in (self.means[plan] - self.means + increase) / apart])
@@ -353,10 +332,7 @@ class Estimate:
 
 
 def expected_gains(estimate: Estimate, plans: Indices, *, has_noise: bool = True) -> Array:
-    """Return by how much a run of each of `plans` is expected to lower the error of the finally picked plan.
-
-    `has_noise=False` assumes that a run shows the mean error exactly, which gives an upper bound.
-    """
+    """Return by how much a run of each of `plans` is expected to lower the picked plan's error; without noise an upper bound."""
     means, covariance = estimate.means[plans], estimate.covariance[np.ix_(plans, plans)]
     variances = np.diagonal(covariance) + has_noise * estimate.noise[plans]
     slopes = covariance / np.sqrt(np.maximum(variances, 1e-18))[:, None]  # (plan of the run, plans)
@@ -372,10 +348,7 @@ def propose(estimate: Estimate, plans: Indices) -> int:
 
 
 def is_settled(estimate: Estimate, plans: Indices) -> bool:
-    """Return whether no further trial is worth its cost.
-
-    That is so if knowing the mean error of any of `plans` exactly would not lower the error of the picked plan by a noticeable amount.
-    """
+    """Return whether no trial is worth its cost, since knowing no plan's mean error would lower the picked one's noticeably."""
     noise = float(estimate.noise[plans[estimate.means[plans].argmin()]])
     return float(expected_gains(estimate, plans, has_noise=False).max()) <= ENOUGH * noise**0.5
 

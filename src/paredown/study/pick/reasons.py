@@ -68,10 +68,7 @@ class AnswerText:
 
 
 def say_use_of_trials(gain: float, is_settled: bool) -> str:
-    """Return a sentence, for a pick without trials, on whether trials are worth their time.
-
-    `gain`: how much the best trial is expected to lower the error. `is_settled`: no trial is worth its cost.
-    """
+    """Return a sentence, for a pick without trials, on how much the best trial is expected to lower the error."""
     if is_settled:
         return (
             "Trials are not expected to change this choice: the plans that fit are about as accurate, by what earlier tasks show."
@@ -117,10 +114,7 @@ def say_ties(ties: Sequence[str], num_fits: int) -> str:
 
 
 def say_time(frontier: Frontier, point: Point, budget_bytes: int, *, is_by_error: bool = True) -> str:
-    """Return a sentence on the step time of the picked plan.
-
-    If the pick is the plan of least error (`is_by_error`), it also names the step times of plans that are equally accurate.
-    """
+    """Return a sentence on the step time of the picked plan, and if `is_by_error`, on those of equally accurate plans."""
     if not point.step_source:
         return "No step time was measured."
     step = f"{say_step(point.step_seconds, point.step_ratio)} ({TIMED[point.step_source]})"

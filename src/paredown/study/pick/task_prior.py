@@ -46,10 +46,7 @@ WORST = 1.0  # random guessing
 
 @dataclass(frozen=True)
 class TaskPrior:
-    """The prior of a new task, fitted to the errors of prior tasks.
-
-    A level is a group of plans that are known to differ by noise alone.
-    """
+    """The prior of a new task, fitted to prior tasks. A level is a group of plans that are known to differ by noise alone."""
 
     prior_data: PriorData
     prior: Prior
@@ -87,10 +84,7 @@ class TaskPrior:
         return replace(prior, gaussian=self._extended(features[is_new], points))
 
     def _extended(self, new: Array, points: Array) -> Gaussian:
-        """Return the prior distribution with plans added that no prior task has, predicted from their features `new`.
-
-        `points` are the features of the prior's plans.
-        """
+        """Return the prior distribution with plans added that no prior task has, predicted from their features `new`."""
         gaussian, levels, is_known = self.prior.gaussian, self.prior.levels, np.isfinite(points).all(axis=1)
         known = np.unique(levels[is_known])
         if not len(known):
@@ -108,10 +102,7 @@ class TaskPrior:
 
 
 def scaled(prior_data: PriorData) -> Array:
-    """Return all runs (tasks, plans, seeds) relative to random guessing, at most WORST; NaN where there is none.
-
-    For a metric without an error of random guessing, they are relative to the worst observed error of their task.
-    """
+    """Return all runs (tasks, plans, seeds) relative to random guessing, or to the task's worst error, at most WORST."""
     runs = np.where(np.isfinite(prior_data.runs), prior_data.runs, np.nan)
     worst = np.where(np.isfinite(runs), runs, 0.0).max(axis=(1, 2), initial=0.0)
     guesses = [task.blind or random_guess_error(task.metric, task.answers) for task in prior_data.tasks]
@@ -120,10 +111,7 @@ def scaled(prior_data: PriorData) -> Array:
 
 
 def data_set_weights(prior_data: PriorData) -> Array:
-    """Return the weight of each task in the fit of a prior, (tasks,).
-
-    Tasks on parts (superclasses) of one data set, `data/1`, `data/2` and so on, count as one task together.
-    """
+    """Return the weight of each task in the fit of a prior; tasks on parts of one data set count as one together."""
     names = [(task.data.partition("/")[0], task.family) if "/" in task.data else task.name for task in prior_data.tasks]
     return np.array([1 / names.count(name) for name in names])
 

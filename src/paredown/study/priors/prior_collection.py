@@ -67,16 +67,13 @@ class CollectedTrial(NamedTuple):
 
 def read_rows(source: str | Path) -> Rows:
     """Return the trials of an export (.json) or of a store."""
-    if str(source).endswith(".json"):
-        return _exported(Path(source))
-    from paredown.study.sweeps.export import rows  # SQLAlchemy is an extra
-    from paredown.study.sweeps.store import Store
+    if not str(source).endswith(".json"):
+        from paredown.study.sweeps.export import rows as rows_of  # SQLAlchemy is an extra
+        from paredown.study.sweeps.store import Store
 
-    with Store(source, may_create=False) as store:
-        return rows(store)
-
-
-def _exported(path: Path) -> Rows:
+        with Store(source, may_create=False) as store:
+            return rows_of(store)
+    path = Path(source)
     rows = read_json(path, "export of a sweep", PriorError, name=path.name)
     if not isinstance(rows, list) or not all(isinstance(row, dict) and row.keys() >= set(REQUIRED) for row in rows):
         raise PriorError(f"{path.name} is not an export of a sweep, which paredown sweep export {path.name} --store FILE writes.")
@@ -118,7 +115,10 @@ def _table(rows: Rows) -> tuple[list[CollectedTrial], dict[str, PlanRow]]:
     plans: dict[str, PlanRow] = {}
     entries: dict[tuple[str, str, int], CollectedTrial] = {}
     for row in rows:
-        trial = _trial(row)
+        try:
+            trial = Trial.from_json(row["trial"])
+        except ParedownError as error:
+            raise PriorError(f"a trial of task {str(row['task'])[:80]!r} cannot be read: {error}") from None
         if trial.status not in COUNTED:
             continue
         for column in [PlanRow(text, None, text) for text in templates_of(trial.plan)] or [
@@ -135,15 +135,7 @@ def _table(rows: Rows) -> tuple[list[CollectedTrial], dict[str, PlanRow]]:
     return list(entries.values()), plans
 
 
-def _trial(row: Mapping[str, Any]) -> Trial:
-    try:
-        return Trial.from_json(row["trial"])
-    except ParedownError as error:
-        raise PriorError(f"a trial of task {str(row['task'])[:80]!r} cannot be read: {error}") from None
-
-
 def _prior_data(name: str, mode: str, entries: list[CollectedTrial], plans: dict[str, PlanRow], folder: Path | None) -> PriorData:
-    """Return the prior called `name` of the trials `entries`, with its matrices; `plans` are its columns by key."""
     texts = dict.fromkeys(entry.task for entry in entries)
     row_of_text, column_of = ({key: i for i, key in enumerate(part)} for part in (texts, plans))
     shape, seed_index = (len(row_of_text), len(column_of)), _seed_indices(entries)
@@ -173,7 +165,6 @@ def _prior_data(name: str, mode: str, entries: list[CollectedTrial], plans: dict
 
 
 def _seed_indices(entries: Iterable[CollectedTrial]) -> dict[tuple[str, int], int]:
-    """Return the index of each seed among the seeds of its task, by (task, seed)."""
     pairs = sorted({(entry.task, entry.trial.seed) for entry in entries})
     first = {task: i for i, (task, _) in reversed(list(enumerate(pairs)))}
     return {pair: i - first[pair[0]] for i, pair in enumerate(pairs)}
@@ -191,10 +182,7 @@ def _bytes(entry: CollectedTrial, mode: str, folder: Path | None) -> float:
 
 
 def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
-    """Return the errors of runs, with the task's error of random guessing (`blind`) for those that diverged (infinite).
-
-    If that error is unknown, a diverged run gets the worst error of its task.
-    """
+    """Return the errors of runs, with the error `blind` of random guessing, or the task's worst error, for diverged (infinite) ones."""
     finite = np.where(np.isinf(runs), np.nan, runs)
     worst = [np.nanmax(row) if np.isfinite(row).any() else 1.0 for row in finite]
     replacement = np.array([w if b is None else b for w, b in zip(worst, blind, strict=True)])
@@ -226,10 +214,7 @@ def provenance_of(entries: Iterable[CollectedTrial]) -> tuple[dict[str, Any], ..
 
 
 def row_of_task(text: str, folder: Path | None) -> TaskRow:
-    """Return the row of the task with this text.
-
-    If it cannot be loaded, or is code and there is no `folder`, the row has what the text alone says.
-    """
+    """Return the row of a task; if it cannot be loaded, or is code without a `folder`, the row has what its text says."""
     portable = portable_text(text)
     head, _, tail = portable.partition("#")
     data = PurePath(head.partition(":")[2] or head).name

@@ -173,10 +173,7 @@ def pooled_noise(runs: Array) -> Array:
 
 
 def join_priors(parts: Sequence[PriorData], name: str = "joined") -> PriorData:
-    """Return one prior with all tasks and all plans of `parts`.
-
-    A plan of several parts becomes one column; a task of two parts stays two rows.
-    """
+    """Return one prior with all tasks and plans of `parts`; a plan of several parts is one column, a task of two stays two rows."""
     modes = list(dict.fromkeys(part.mode for part in parts))
     if len(modes) != 1:
         raise PriorError(f"only priors of one mode can be joined; these have {', '.join(modes) or 'none'}.")
@@ -198,10 +195,7 @@ def join_priors(parts: Sequence[PriorData], name: str = "joined") -> PriorData:
 
 
 def _spread(part: PriorData, name: str, columns: NDArray[np.intp], num_columns: int, depth: int) -> Array:
-    """Return the matrix `name` of `part` with its columns moved to the positions `columns` of a matrix of `num_columns`.
-
-    Other entries are NaN or 0; `depth` is the number of seeds in the matrix "runs".
-    """
+    """Return the matrix `name` of `part` with its columns moved to `columns` of `num_columns`; other entries are NaN or 0."""
     array = getattr(part, name)
     empty = 0.0 if name in ("diverged", "propensity") else np.nan
     matrix = np.full((len(part.tasks), num_columns, *([depth] if name == "runs" else [])), empty)

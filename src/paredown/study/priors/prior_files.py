@@ -101,10 +101,7 @@ def known_prior(mode: str = "store") -> PriorData:
 
 
 def add(prior_data: PriorData, name: str, *, replaces: bool = False) -> Path:
-    """Save a prior among the user's own, and return its path.
-
-    With `replaces`, an own prior of this name is overwritten.
-    """
+    """Save a prior among the user's own, over one of this name with `replaces`, and return its path."""
     path = _own_path(name)
     if path.exists() and not replaces:
         raise PriorError(f"a prior {name!r} exists already. Pass replaces=True to replace it, or choose another name.")
@@ -190,10 +187,7 @@ def read_prior(path: Path) -> PriorData:
 
 
 def prior_from_json(value: Any) -> PriorData:
-    """Return the prior of a JSON value; PriorError names what is wrong if the value is none.
-
-    Plans are read when they are used, since that takes 0.25 s for 100 plans.
-    """
+    """Return the prior of a JSON value, or raise PriorError; plans are read when they are used, since 100 take 0.25 s."""
     file: PriorFile = read_versioned(PriorFile, value, "prior", VERSION, PriorError, oldest=VERSION)
     shape = len(file.tasks), len(file.plans)
     if not all(shape):

@@ -22,15 +22,11 @@ from typing import Any
 
 from paredown.errors import ReportError
 from paredown.serial import save_text
-from paredown.sizes import say_bytes
 from paredown.study.report.record import Record, scrub
-from paredown.study.tasks.trial import say_step
-from paredown.tables import Table
 
 SCRIPTS = ("words.js", "tips.js", "labels.js", "frontier.js", "memory.js", "step.js", "tables.js", "curves.js", "page.js")
 MARKER = re.compile(r"\{\{(\w+)\}\}")
 ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
-PLAIN_ROWS = 40  # plans in the table for browsers without JavaScript
 
 
 def render(record: Record, *, live: str = "") -> str:
@@ -64,10 +60,7 @@ def embedded(value: dict[str, Any]) -> str:
 
 
 def policy(*, is_live: bool) -> str:
-    """Return the Content-Security-Policy of the page.
-
-    It allows the page's own script and style, and for a live page connections to its server.
-    """
+    """Return the Content-Security-Policy: the page's own script and style, and for a live page connections to its server."""
     allowed = [
         f"script-src '{_hash(script())}'",
         f"style-src '{_hash(style())}'",
@@ -100,34 +93,8 @@ def asset(name: str) -> str:
 
 
 def in_plain(value: dict[str, Any]) -> str:
-    """Return tables of the plans of each study as HTML, for browsers without JavaScript; `value` is what `drawn` returns."""
-    parts = ["<p>The charts of this page need JavaScript. The plans as tables:</p>"]
+    """Return the sentences on each study as HTML, for browsers without JavaScript; `value` is what `drawn` returns."""
+    parts = ["<p>The charts and tables of this page need JavaScript.</p>"]
     for study, summary in zip(value["studies"], value["summaries"], strict=True):
         parts.append(f"<h2>{escape(study['task'])}</h2><p>{escape(summary)}</p><p>{escape(study['reason'])}</p>")
-        parts.append(_plain_table(study).to_html() if study["marks"] else "")
     return "".join(parts)
-
-
-def _plain_table(study: dict[str, Any]) -> Table:
-    """Return a table with peaks and errors of the plans of a study, given as JSON.
-
-    Posterior means have a column of their own if they differ from the measured errors.
-    """
-    marks, metric = study["marks"], study["metric"]
-    has_posterior = any(mark["error"] != mark["measured"] for mark in marks if mark["error"] is not None)
-    keys = {f"measured {metric}": "measured", "posterior mean": "error"} if has_posterior else {metric: "error"}
-    has_times = any(mark["step_source"] for mark in marks)
-    rows = [
-        (
-            mark["label"],
-            say_bytes(mark["nbytes"]),
-            *(_number(mark[key]) for key in keys.values()),
-            *([say_step(mark["step_seconds"], mark["step_ratio"])] if has_times else []),
-        )
-        for mark in marks[:PLAIN_ROWS]
-    ]
-    return Table(("plan", "peak", *keys, *(["step time"] if has_times else [])), rows)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"

@@ -39,17 +39,9 @@ from paredown.plan.trace import Trace
 from paredown.serial import dump_dataclass, load_json, read_versioned, save_json
 from paredown.session.changes import Action, Change
 from paredown.study.pick.answer import Picked
-from paredown.study.report.studies import (
-    ReportedProgress,
-    ReportedTrial,
-    Study,
-    kept_under,
-    plans_to_show,
-    study_of_pick,
-    study_of_trials,
-    thin,
-)
+from paredown.study.report import studies as parts
 from paredown.study.sweeps.plan_labels import Labels, distinct, distinct_labels
+from paredown.study.sweeps.sweep import SweepCounts
 from paredown.study.tasks.trial import Status, Trial
 
 if TYPE_CHECKING:
@@ -115,7 +107,6 @@ def _home() -> str:
 
 @lru_cache(maxsize=1)
 def _names() -> re.Pattern[str]:
-    """Return a pattern for the names of this host and user, to be removed from texts."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError):  # a user id without a name
@@ -142,12 +133,12 @@ class Record:
     """
 
     title: str
-    studies: tuple[Study, ...] = ()
-    runs: tuple[ReportedTrial, ...] = ()
+    studies: tuple[parts.Study, ...] = ()
+    runs: tuple[parts.ReportedTrial, ...] = ()
     actions: tuple[Action, ...] = ()
     changes: tuple[Change, ...] = ()
     given: tuple[Change, ...] = ()
-    progress: tuple[ReportedProgress, ...] = ()
+    progress: tuple[SweepCounts, ...] = ()
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     commit: str = ""
@@ -159,14 +150,11 @@ class Record:
 
     @staticmethod
     def of_pick(picked: Picked, *, trace: Trace | None = None, title: str = "", session: Session | None = None) -> Record:
-        """Return the record that shows the answer of a `pick`.
-
-        A `trace` of its step adds memory by plan; a `session` adds its changes and guard actions.
-        """
-        study = study_of_pick(picked)
+        """Return the record that shows a pick; a `trace` adds memory by plan, a `session` its changes and guard actions."""
+        study = parts.study_of_pick(picked)
         labels = Labels({point.label: point.plan for point in picked.frontier.points})
         record = Record(title or f"{picked.task}: a plan within a budget", studies=(study,)).with_trials(picked.trials, labels)
-        record = record if trace is None else record.with_footprints(trace, plans_to_show(picked))
+        record = record if trace is None else record.with_footprints(trace, parts.plans_to_show(picked))
         return record if session is None else record.with_session(session)
 
     @staticmethod
@@ -177,15 +165,12 @@ class Record:
         labels: Labels | Mapping[str, Plan] | None = None,
         times: Sequence[tuple[str, str]] = (),
     ) -> Record:
-        """Return the record that shows measured trials, with a study for each task.
-
-        `labels` names plans, `times` has the time of the end and the host of each trial.
-        """
+        """Return the record of measured trials, a study for each task; `labels` names plans, `times` has end and host of each trial."""
         rows, names = list(trials), labels if isinstance(labels, Labels) else Labels(labels)
         by_task: dict[str, list[Trial]] = {}
         for trial in rows:
             by_task.setdefault(trial.task, []).append(trial)
-        studies = tuple(study_of_trials(task, of_task, names) for task, of_task in by_task.items())
+        studies = tuple(parts.study_of_trials(task, of_task, names) for task, of_task in by_task.items())
         return Record(title, studies=studies).with_trials(rows, names, times)
 
     @staticmethod
@@ -212,18 +197,14 @@ class Record:
             labels=labels,
             times=_times([row for row, _ in finished]),
         )
-        progress = tuple(ReportedProgress(counts.sweep, counts.waiting, counts.running, dict(counts.by_status)) for counts in shown)
         # listed, but in no study: they have no plan, and their label is that of a template
         infeasible = [run_of(trial, row["label"]) for row, trial in ended if trial.status is Status.INFEASIBLE]
-        return replace(record, progress=progress, runs=(*record.runs, *infeasible))
+        return replace(record, progress=tuple(shown), runs=(*record.runs, *infeasible))
 
     def with_trials(
         self, trials: Iterable[Trial], labels: Labels | Mapping[str, Plan] | None = None, times: Sequence[tuple[str, str]] = ()
     ) -> Record:
-        """Return this record with further trials: rows, curves, versions and commit.
-
-        `times` is empty, or has the time and host of each.
-        """
+        """Return this record with further trials; `times` is empty, or has the time of the end and the host of each."""
         rows = list(trials)
         names = labels if isinstance(labels, Labels) else Labels(labels)
         last = _last(rows)
@@ -243,11 +224,11 @@ class Record:
 
     def with_footprints(self, trace: Trace, plans: Mapping[str, Plan], *, task: str = "") -> Record:
         """Return this record with the memory of a step under these plans, in the study of `task` (default: the first)."""
-        studies = self.studies or (Study(task or trace.model),)
+        studies = self.studies or (parts.Study(task or trace.model),)
         task = task or studies[0].task
         if task not in (study.task for study in studies):
             raise ReportError(f"the record has no task {task!r}. There are: {', '.join(study.task for study in studies)}.")
-        kept = kept_under(trace, plans)
+        kept = parts.kept_under(trace, plans)
         written = next((label for label, plan in plans.items() if plan.changes_nothing), "")
         full = next((row.peak_bytes for row in kept if row.label == written), None)
         return replace(
@@ -282,10 +263,7 @@ class Record:
 
 
 def _times(finished: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return when trials were finished, and their hosts as numbers in the order of their first trials; "" where unknown.
-
-    A page can be shared, and has no names of machines.
-    """
+    """Return when trials were finished, and numbers for their hosts in the order of first trials, since pages name no machines."""
     first: dict[str, str] = {}
     for row in finished:
         if row["host"]:
@@ -306,14 +284,11 @@ def _last(trials: list[Trial]) -> list[int]:
     return kept[::-1]
 
 
-def _runs(trials: list[Trial], names: Labels) -> list[ReportedTrial]:
-    """Return trials as rows of the report's table, with the labels that `names` gives their plans.
-
-    The first trial of each plan on a task has its loss curve, for at most MOST_CURVES trials in total.
-    """
+def _runs(trials: list[Trial], names: Labels) -> list[parts.ReportedTrial]:
+    """Return trials as rows of the report's table; the first of each plan on a task has its curve, MOST_CURVES at most in total."""
     most = max(1, MOST_CURVES // max(1, len({trial.task for trial in trials})))
     drawn: dict[str, set[str]] = {trial.task: set() for trial in trials}
-    runs: list[ReportedTrial] = []
+    runs: list[parts.ReportedTrial] = []
     for trial in trials:
         label, labels = names.of(trial.plan, trial.task), drawn[trial.task]
         runs.append(run_of(trial, label, has_curve=label not in labels and len(labels) < most))
@@ -321,15 +296,15 @@ def _runs(trials: list[Trial], names: Labels) -> list[ReportedTrial]:
     return runs
 
 
-def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> ReportedTrial:
+def run_of(trial: Trial, label: str, *, has_curve: bool = True) -> parts.ReportedTrial:
     """Return a trial as a row of the report's table; `label` is the name of its plan, `has_curve` adds its loss curve."""
     same = ("task", "seed", "error", "loss", "seconds", "step_seconds", "step_ratio", "reason", "device", "commit")
-    return ReportedTrial(
+    return parts.ReportedTrial(
         plan=label,
         status=trial.status.value,
         predicted_bytes=trial.predicted_peak_bytes,
         measured_bytes=trial.measured_peak_bytes,
-        curve=thin(trial.curve) if has_curve else (),
+        curve=parts.thin(trial.curve) if has_curve else (),
         **{name: getattr(trial, name) for name in same},
     )
 

@@ -64,7 +64,6 @@ def open_source(source: str | PathLike[str], *, sweep: str | None = None) -> Rec
 
 
 def _file_state(path: Path) -> object:
-    """Return modification time and size of a file; None if it cannot be read."""
     try:
         status = path.stat()
         return status.st_mtime_ns, status.st_size
@@ -248,12 +247,17 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer a GET request for the page, its record, or its events."""
         self.close_connection = True
-        if self.headers.get_all("Host") is None or any(name not in self.server.names for name in self.headers.get_all("Host", [])):
-            return self._send(HTTPStatus.MISDIRECTED_REQUEST, TEXT, "this server answers to its loopback address alone\n")
-        answer = self._answers().get(self.path)
-        if answer is None:
-            return self._send(HTTPStatus.NOT_FOUND, TEXT, "there are /, /events and /record.json\n")
-        return answer()
+        hosts, record = self.headers.get_all("Host", []), self.server.watched.record
+        if not hosts or any(name not in self.server.names for name in hosts):
+            self._send(HTTPStatus.MISDIRECTED_REQUEST, TEXT, "this server answers to its loopback address alone\n")
+        elif self.path == "/":
+            self._send(HTTPStatus.OK, PAGE, render(record, live="events"))
+        elif self.path == "/record.json":
+            self._send(HTTPStatus.OK, JSON, json.dumps(record.to_json(), allow_nan=False) + "\n")
+        elif self.path == "/events":
+            self._events()
+        else:
+            self._send(HTTPStatus.NOT_FOUND, TEXT, "there are /, /events and /record.json\n")
 
     do_HEAD = do_GET
 
@@ -261,15 +265,6 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer any method but GET and HEAD with status 405."""
         self.close_connection = True
         self._send(HTTPStatus.METHOD_NOT_ALLOWED, TEXT, "this server is read-only: GET and HEAD\n", Allow="GET, HEAD")
-
-    def _answers(self) -> dict[str, Callable[[], None]]:
-        return {"/": self._page, "/record.json": self._record, "/events": self._events}
-
-    def _page(self) -> None:
-        self._send(HTTPStatus.OK, PAGE, render(self.server.watched.record, live="events"))
-
-    def _record(self) -> None:
-        self._send(HTTPStatus.OK, JSON, json.dumps(self.server.watched.record.to_json(), allow_nan=False) + "\n")
 
     def _events(self) -> None:
         if self.command == "HEAD":

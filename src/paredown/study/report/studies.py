@@ -2,7 +2,6 @@
 
     Study             one task: its plans on a chart (PlanMark), the best plan for each budget (BudgetPick), memory by plan (MemoryUse)
     ReportedTrial     a trial, with the label of its plan instead of the plan
-    ReportedProgress  numbers of waiting, running and finished trials of a sweep
 
 SlotRow and BudgetPick are NamedTuples, which are lists in JSON, since a record has many of them.
 """
@@ -34,10 +33,7 @@ SEEDS = (
 
 @dataclass(frozen=True)
 class PlanMark:
-    """A plan in the report's chart: its peak memory and its mean error.
-
-    `error` is None if no run of it finished.
-    """
+    """A plan in the report's chart: its peak memory and its mean error, None if no run of it finished."""
 
     label: str
     nbytes: int  # what a budget is compared with
@@ -91,10 +87,7 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Study:
-    """The part of a report on one task: its plans, the pick, and memory.
-
-    `written`: the label of the baseline; `full_bytes`: its predicted peak memory.
-    """
+    """The part of a report on one task; `written`: the label of the baseline, `full_bytes`: its predicted peak."""
 
     task: str
     metric: str = "error"
@@ -148,10 +141,7 @@ class Study:
         return None, None
 
     def _as_accurate(self) -> list[PlanMark]:
-        """Return the marks of plans that take less memory than the baseline and may be as accurate.
-
-        A plan may be as accurate if the lower end of its error's interval is not above the upper end of the baseline's.
-        """
+        """Return the marks of smaller plans than the baseline whose interval is not above the upper end of the baseline's."""
         own = next((mark for mark in self.marks if mark.label == self.written and mark.error is not None), None)
         most = None if own is None else own.error if own.high is None else own.high
         known = [(mark, mark.error if mark.low is None else mark.low) for mark in self.marks if own and mark.nbytes < own.nbytes]
@@ -184,16 +174,6 @@ class ReportedTrial:
     curve: tuple[tuple[int, float], ...] = ()  # (step, training loss)
     finished_at: str = ""  # ISO 8601, UTC; empty: unknown
     host: str = ""  # "host 1" and so on, since a page can be shared
-
-
-@dataclass(frozen=True)
-class ReportedProgress:
-    """A row of the report's table of sweeps: numbers of trials waiting, running and finished."""
-
-    sweep: str
-    waiting: int = 0
-    running: int = 0
-    by_status: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
 
 
 def choose(marks: Sequence[PlanMark], written: str = "") -> tuple[BudgetPick, ...]:
@@ -365,7 +345,6 @@ def study_of_trials(task: str, trials: Sequence[Trial], labels: Labels) -> Study
 
 
 def _measured(label: str, trials: Sequence[Trial], metric: str) -> PlanMark | None:
-    """Return the mark in the chart of the plan `label`, from its trials; None if no trial has a measured or predicted peak."""
     sizes = [trial.predicted_peak_bytes for trial in trials if trial.predicted_peak_bytes is not None]
     measured = [trial.measured_peak_bytes for trial in trials if trial.measured_peak_bytes is not None]
     if not sizes and not measured:
@@ -460,12 +439,7 @@ def plans_to_show(picked: Picked, most: int = 8) -> dict[str, Plan]:
     points = picked.frontier.points
     plans = {point.label: point.plan for point in points if point.plan.changes_nothing} or {BASELINE: Plan()}
     plans |= {picked.label: picked.plan} if picked.plan is not None else {}
-    plans |= {point.label: point.plan for point in _spread(picked.frontier.front(), most) if point.label not in plans}
-    return plans
-
-
-def _spread(points: Sequence[Point], most: int) -> Iterable[Point]:
-    """Return at most `most` of the points, evenly spaced from the first to the last."""
-    if len(points) <= most:
-        return points
-    return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
+    front = picked.frontier.front()
+    if len(front) > most:  # evenly spaced, from the first to the last
+        front = tuple(front[round(i * (len(front) - 1) / (most - 1))] for i in range(most))
+    return plans | {point.label: point.plan for point in front if point.label not in plans}

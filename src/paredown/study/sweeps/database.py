@@ -51,95 +51,78 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import (
-    URL,
-    BigInteger,
-    CheckConstraint,
-    Column,
-    Connection,
-    Engine,
-    Float,
-    Index,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    Text,
-    create_engine,
-    event,
-    insert,
-    inspect,
-    make_url,
-    select,
-    text,
-)
+import sqlalchemy as sql
+from sqlalchemy import event
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, InterfaceError, OperationalError
 
 from paredown.errors import ParedownError, StoreError
 from paredown.serial import NUMBER, TEXT, WHOLE, Check, brief, check_fields, or_none
 
 WAITING, RUNNING, FINISHED = "waiting", "running", "finished"
-METADATA = MetaData()
-META = Table("paredown_meta", METADATA, Column("name", String(40), primary_key=True), Column("value", Text, nullable=False))
-WORKERS = Table(
+METADATA = sql.MetaData()
+META = sql.Table(
+    "paredown_meta", METADATA, sql.Column("name", sql.String(40), primary_key=True), sql.Column("value", sql.Text, nullable=False)
+)
+WORKERS = sql.Table(
     "paredown_workers",
     METADATA,
-    Column("id", String(40), primary_key=True),
-    Column("beats", BigInteger, nullable=False),
+    sql.Column("id", sql.String(40), primary_key=True),
+    sql.Column("beats", sql.BigInteger, nullable=False),
 )
-TRIALS = Table(
+TRIALS = sql.Table(
     "paredown_trials",
     METADATA,
-    Column("key", String(40), primary_key=True),  # TrialSpec.key: a hash of sweep, task, plan, seed, mode and device
-    Column("sweep", Text, nullable=False),
-    Column("place", Integer, nullable=False),  # its position in the order of the sweep
-    Column("task", Text, nullable=False),
-    Column("plan", Text, nullable=False),  # JSON
-    Column("seed", BigInteger, nullable=False),
-    Column("settings", Text, nullable=False),  # JSON: mode, device, timeout_seconds
-    Column("propensity", Float, nullable=False),  # the probability that the sweep draws it
-    Column("state", String(10), nullable=False, server_default=WAITING),
-    Column("worker", String(40)),
-    Column("claim", String(40)),
-    Column("attempts", Integer, nullable=False, server_default="0"),
-    Column("status", String(20)),
-    Column("error", Float),
-    Column("seconds", Float),
-    Column("result", Text),  # the trial's JSON
-    Column("label", Text),  # of the plan; NULL: none
-    Column("started_at", Text),  # the time of the claim, ISO 8601 in UTC; NULL: unknown, or not claimed
-    Column("finished_at", Text),
-    Column("host", Text),  # of the worker that has claimed or finished it
-    CheckConstraint("(state = 'finished') = (result IS NOT NULL)", name="paredown_finished_has_result"),
-    CheckConstraint("(state = 'running') = (worker IS NOT NULL)", name="paredown_running_has_worker"),
-    Index("paredown_trials_turn", "state", "sweep", "place"),
-    Index("paredown_trials_worker", "worker"),
+    sql.Column("key", sql.String(40), primary_key=True),  # TrialSpec.key: a hash of sweep, task, plan, seed, mode and device
+    sql.Column("sweep", sql.Text, nullable=False),
+    sql.Column("place", sql.Integer, nullable=False),  # its position in the order of the sweep
+    sql.Column("task", sql.Text, nullable=False),
+    sql.Column("plan", sql.Text, nullable=False),  # JSON
+    sql.Column("seed", sql.BigInteger, nullable=False),
+    sql.Column("settings", sql.Text, nullable=False),  # JSON: mode, device, timeout_seconds
+    sql.Column("propensity", sql.Float, nullable=False),  # the probability that the sweep draws it
+    sql.Column("state", sql.String(10), nullable=False, server_default=WAITING),
+    sql.Column("worker", sql.String(40)),
+    sql.Column("claim", sql.String(40)),
+    sql.Column("attempts", sql.Integer, nullable=False, server_default="0"),
+    sql.Column("status", sql.String(20)),
+    sql.Column("error", sql.Float),
+    sql.Column("seconds", sql.Float),
+    sql.Column("result", sql.Text),  # the trial's JSON
+    sql.Column("label", sql.Text),  # of the plan; NULL: none
+    sql.Column("started_at", sql.Text),  # the time of the claim, ISO 8601 in UTC; NULL: unknown, or not claimed
+    sql.Column("finished_at", sql.Text),
+    sql.Column("host", sql.Text),  # of the worker that has claimed or finished it
+    sql.CheckConstraint("(state = 'finished') = (result IS NOT NULL)", name="paredown_finished_has_result"),
+    sql.CheckConstraint("(state = 'running') = (worker IS NOT NULL)", name="paredown_running_has_worker"),
+    sql.Index("paredown_trials_turn", "state", "sweep", "place"),
+    sql.Index("paredown_trials_worker", "worker"),
 )
 VERSION = 2  # of the tables
 WRITTEN_VERSION = re.compile(r"[0-9]{1,9}")  # anything else is not a version
 LOCK = 0x70617265  # PostgreSQL advisory lock: one process at a time creates the tables
 
 
-def prepare(connection: Connection, name: str) -> None:
+def prepare(connection: sql.Connection, name: str) -> None:
     """Create the tables if there are none, otherwise check their version; `name` is the store's name in messages."""
     if connection.dialect.name == "postgresql":
-        connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": LOCK})
+        connection.execute(sql.text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": LOCK})
     version = find_version(connection)
     if version is None:
         METADATA.create_all(connection)
-        connection.execute(insert(META).values(name="version", value=str(VERSION)))
+        connection.execute(sql.insert(META).values(name="version", value=str(VERSION)))
     else:
         check_version(version, name)
 
 
-def find_version(connection: Connection) -> int | None:
+def find_version(connection: sql.Connection) -> int | None:
     """Return the version of the store's tables; None if it has no tables, 0 if the version is unreadable."""
-    if not inspect(connection).has_table(META.name):
+    if not sql.inspect(connection).has_table(META.name):
         return None
-    value = str(connection.scalar(select(META.c.value).where(META.c.name == "version")))
+    value = str(connection.scalar(sql.select(META.c.value).where(META.c.name == "version")))
     return int(value) if WRITTEN_VERSION.fullmatch(value) else 0
 
 
@@ -167,18 +150,18 @@ DRIVERS = {
 ALLOWED = "a store is a file (trials.db) or a PostgreSQL URL (postgresql://user@host/database)"
 
 
-def parse_address(address: str | Path) -> URL:
+def parse_address(address: str | Path) -> sql.URL:
     """Return the URL of a store. Error messages do not repeat an unreadable address: it may contain a password."""
     text = str(address)
     if not text.strip():
         raise StoreError(f"{ALLOWED}; this one is empty.")
     if "://" not in text:
-        return URL.create("sqlite", database=text)
+        return sql.URL.create("sqlite", database=text)
     kind = text.partition("://")[0]
     if kind not in DRIVERS:
         raise StoreError(f"{ALLOWED}; this one starts with {kind[:20] + '://'!r}.")
     try:
-        url = make_url(text).set(drivername=DRIVERS[kind])
+        url = sql.make_url(text).set(drivername=DRIVERS[kind])
     except (ArgumentError, ValueError):
         raise StoreError(
             f"{ALLOWED}; this URL cannot be read. In a password, write @ : / and % as %40, %3A, %2F and %25, "
@@ -189,7 +172,7 @@ def parse_address(address: str | Path) -> URL:
     return url
 
 
-def say_address(url: URL) -> str:
+def say_address(url: sql.URL) -> str:
     """Return the name of a store for messages, without user, password and options."""
     if url.drivername == "sqlite":
         return str(url.database)
@@ -198,7 +181,7 @@ def say_address(url: URL) -> str:
     return f"postgresql://{host}{port}/{url.database or ''}"
 
 
-def is_same_store(a: URL, b: URL) -> bool:
+def is_same_store(a: sql.URL, b: sql.URL) -> bool:
     """Return whether two addresses are the same store."""
     if a.drivername == b.drivername == "sqlite":
         return Path(str(a.database)).resolve() == Path(str(b.database)).resolve()
@@ -218,10 +201,7 @@ PAUSE_SECONDS = (0.05, 2.0)  # the first and the longest pause between attempts
 
 
 class DatabaseTrouble(NamedTuple):
-    """A kind of database error: a `pattern` in the database's message, its meaning, and what the user can do.
-
-    `is_temporary`: whether a retry may succeed.
-    """
+    """A kind of database error: a pattern in the message, its meaning, whether a retry may succeed, and what the user can do."""
 
     pattern: str
     meaning: str
@@ -230,38 +210,36 @@ class DatabaseTrouble(NamedTuple):
 
 
 NO_DATABASE = "fatal:  database"
-TROUBLES = (
-    DatabaseTrouble(
-        "database is locked", "other processes keep it locked", True, "End the process that locks it, or use PostgreSQL."
-    ),
-    DatabaseTrouble(
-        "disk is full", "its disk is full", True, "Free some space: finished trials are safe, and the sweep then continues."
-    ),
-    DatabaseTrouble(
-        "disk i/o error", "its disk refuses writes: full, over a quota, or broken", True, "Free some space, or copy it."
-    ),
-    DatabaseTrouble(
-        "no space left on device", "the server's disk is full", True, "Free some space there: the sweep then continues."
-    ),
-    DatabaseTrouble("could not extend file", "the server's disk is full", True, "Free some space there: the sweep then continues."),
-    DatabaseTrouble(
-        "readonly database", "it cannot be written", False, "Allow writing to the file and its folder, or copy both elsewhere."
-    ),
-    DatabaseTrouble(
-        "unable to open database file",
-        "it cannot be opened",
-        False,
-        "Its folder must exist and be writable, for SQLite's log.",
-    ),
-    DatabaseTrouble("not a database", "the file is no SQLite database", False, "Use another path."),
-    DatabaseTrouble("malformed", "the file is damaged", False, "Take a copy, and read it with sqlite3's .recover."),
-    DatabaseTrouble(
-        "password authentication failed", "the server refuses user or password", False, "Set PGPASSWORD, or correct the URL."
-    ),
-    DatabaseTrouble("no password supplied", "the server asks for a password", False, "Set PGPASSWORD, or put it into the URL."),
-    DatabaseTrouble("permission denied", "this user lacks rights on it", False, "Grant CREATE, SELECT, INSERT, UPDATE and DELETE."),
-    DatabaseTrouble(NO_DATABASE, "the server has no such database", False, "Create it (createdb), or correct the URL."),
-    DatabaseTrouble("fatal:  role", "the server has no such user", False, "Create it (createuser), or correct the URL."),
+TROUBLES = tuple(
+    starmap(
+        DatabaseTrouble,
+        (
+            ("database is locked", "other processes keep it locked", True, "End the process that locks it, or use PostgreSQL."),
+            ("disk is full", "its disk is full", True, "Free some space: finished trials are safe, and the sweep then continues."),
+            ("disk i/o error", "its disk refuses writes: full, over a quota, or broken", True, "Free some space, or copy it."),
+            ("no space left on device", "the server's disk is full", True, "Free some space there: the sweep then continues."),
+            ("could not extend file", "the server's disk is full", True, "Free some space there: the sweep then continues."),
+            (
+                "readonly database",
+                "it cannot be written",
+                False,
+                "Allow writing to the file and its folder, or copy both elsewhere.",
+            ),
+            (
+                "unable to open database file",
+                "it cannot be opened",
+                False,
+                "Its folder must exist and be writable, for SQLite's log.",
+            ),
+            ("not a database", "the file is no SQLite database", False, "Use another path."),
+            ("malformed", "the file is damaged", False, "Take a copy, and read it with sqlite3's .recover."),
+            ("password authentication failed", "the server refuses user or password", False, "Set PGPASSWORD, or correct the URL."),
+            ("no password supplied", "the server asks for a password", False, "Set PGPASSWORD, or put it into the URL."),
+            ("permission denied", "this user lacks rights on it", False, "Grant CREATE, SELECT, INSERT, UPDATE and DELETE."),
+            (NO_DATABASE, "the server has no such database", False, "Create it (createdb), or correct the URL."),
+            ("fatal:  role", "the server has no such user", False, "Create it (createuser), or correct the URL."),
+        ),
+    )
 )
 SILENT = DatabaseTrouble(
     "timeout expired",
@@ -297,10 +275,7 @@ class Database:
         check_version(version, self.name)
 
     def why_missing(self) -> str | None:
-        """Return the reason why the address has no store: no file, server, database or tables.
-
-        None if there is a store, or if another error occurs.
-        """
+        """Return why the address has no store: no file, server, database or tables; None if there is one, or for other errors."""
         try:
             if self._may_exist and self._run(find_version, READS) is not None:
                 return None
@@ -315,11 +290,11 @@ class Database:
         """Return False if a file of SQLite is missing, since connecting would create it."""
         return self.url.drivername != "sqlite" or Path(str(self.url.database)).is_file()
 
-    def write(self, work: Callable[[Connection], T]) -> T:
+    def write(self, work: Callable[[sql.Connection], T]) -> T:
         """Return the value of `work(connection)`, after its transaction was committed to disk."""
         return self._try(lambda: self._run(work, {}), self.patience_seconds)
 
-    def read(self, work: Callable[[Connection], T]) -> T:
+    def read(self, work: Callable[[sql.Connection], T]) -> T:
         """Return the value of `work(connection)`, run in a read-only transaction: one consistent snapshot, without blocking writers."""
         return self._try(lambda: self._run(work, READS), self.patience_seconds)
 
@@ -327,7 +302,7 @@ class Database:
         """Close the connections."""
         self._engine.dispose()
 
-    def _run(self, work: Callable[[Connection], T], options: dict[str, Any]) -> T:
+    def _run(self, work: Callable[[sql.Connection], T], options: dict[str, Any]) -> T:
         with self._engine.connect() as connection, connection.execution_options(**options).begin():
             return work(connection)
 
@@ -336,10 +311,7 @@ class Database:
         return self._try(work, LOCK_SECONDS, is_open=False)
 
     def _try(self, work: Callable[[], T], patience_seconds: float, *, is_open: bool = True) -> T:
-        """Return the value of `work()`, which uses the store, retried after temporary errors for up to `patience_seconds`.
-
-        `is_open`: whether the store was open before; if not, a server that does not answer is an error at once.
-        """
+        """Return `work()`, retried after temporary errors; if the store is not open yet, a silent server is an error at once."""
         start, pause, is_reported = time.monotonic(), PAUSE_SECONDS[0], False
         while True:
             try:
@@ -364,7 +336,6 @@ class Database:
         return f"the store {self.name} cannot be used"
 
     def _trouble(self, error: DBAPIError) -> DatabaseTrouble:
-        """Return the entry of TROUBLES that explains an error; raise StoreError if none does."""
         trouble = find_trouble(error)
         if trouble is None and isinstance(error, IntegrityError):
             raise error  # a constraint of the tables: a bug of paredown, not of the store
@@ -379,10 +350,7 @@ class Database:
 
 
 def find_trouble(error: DBAPIError) -> DatabaseTrouble | None:
-    """Return the entry of TROUBLES whose pattern occurs in the database's message; None if none does.
-
-    The row is SILENT if a server did not answer, and LOST if the connection was lost.
-    """
+    """Return the entry of TROUBLES for an error, SILENT or LOST if the server did not answer or was lost; None if none fits."""
     message = str(error.orig).lower()
     for row in (*TROUBLES, SILENT):
         if row.pattern in message:
@@ -395,7 +363,7 @@ def _to_stderr(sentence: str) -> None:
     print(f"paredown: {sentence}", file=sys.stderr, flush=True)
 
 
-def connect_seconds(url: URL) -> int:
+def connect_seconds(url: sql.URL) -> int:
     """Return the connection timeout: that of the URL, else of the environment, else CONNECT_SECONDS.
 
     >>> connect_seconds(parse_address("postgresql://db.example.org/trials?connect_timeout=10"))
@@ -411,7 +379,7 @@ def connect_seconds(url: URL) -> int:
     return int(value) or MAX_CONNECT_SECONDS
 
 
-def _make_engine(url: URL, name: str, connect_seconds: int) -> Engine:
+def _make_engine(url: sql.URL, name: str, connect_seconds: int) -> sql.Engine:
     options: dict[str, Any] = {"connect_args": {"connect_timeout": connect_seconds}}
     if url.drivername == "sqlite":
         if sqlite3.sqlite_version_info < OLDEST_SQLITE:
@@ -420,7 +388,7 @@ def _make_engine(url: URL, name: str, connect_seconds: int) -> Engine:
             )
         options = {"connect_args": {"timeout": LOCK_SECONDS, "check_same_thread": False}}
     try:
-        engine = create_engine(url, hide_parameters=True, **options)
+        engine = sql.create_engine(url, hide_parameters=True, **options)
     except ModuleNotFoundError:
         raise StoreError(f"the store {name} needs psycopg: pip install 'paredown[postgres]'.") from None
     if url.drivername == "sqlite":
@@ -442,7 +410,7 @@ def _is_ours_or_empty(connection: Any) -> bool:
     return not names or META.name in names
 
 
-def _begin_sqlite(connection: Connection) -> None:
+def _begin_sqlite(connection: sql.Connection) -> None:
     # A writer takes the lock at once: SQLite refuses to upgrade a read lock while another writer runs, without a timeout.
     reads = connection.get_execution_options().get("paredown_reads")
     connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")

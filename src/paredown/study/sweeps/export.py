@@ -114,34 +114,30 @@ COPIED = tuple(column.name for column in TRIALS.columns if column.name != "worke
 class MergeResult:
     """The numbers of trials of a merge: new ones, results added to trials without one, and trials that both stores had finished."""
 
-    num_new: int = 0
-    num_results: int = 0
-    num_both: int = 0
+    num_new: int
+    num_results: int
+    num_both: int
 
     def __str__(self) -> str:
         return f"{self.num_new} new trials, {self.num_results} results for trials that had none, {self.num_both} finished in both"
-
-    def __add__(self, other: MergeResult) -> MergeResult:
-        return MergeResult(self.num_new + other.num_new, self.num_results + other.num_results, self.num_both + other.num_both)
 
 
 def merge(into: Store, source: Store) -> MergeResult:
     """Copy the trials of `source` to `into`; `source` is unmodified. Each batch is one transaction, and merging twice is safe."""
     if is_same_store(into.database.url, source.database.url):
         raise StoreError(f"{into.database.name} is the source and the target; a merge needs two stores.")
-    total, last = MergeResult(), ""
-    while batch := _next_rows(source, last):
-        total += into.database.write(lambda connection, rows=batch: _take(connection, rows))
+    taken, last = [(0, 0, 0)], ""
+    while True:
+        query = select(TRIALS).where(TRIALS.c.key > last).order_by(TRIALS.c.key).limit(BATCH)
+        batch = source.database.read(lambda connection, query=query: connection.execute(query).all())
+        if not batch:
+            return MergeResult(*map(sum, zip(*taken, strict=True)))
+        taken.append(into.database.write(lambda connection, rows=batch: _take(connection, rows)))
         last = batch[-1].key
-    return total
 
 
-def _next_rows(source: Store, last: str) -> Sequence[Row[Any]]:
-    query = select(TRIALS).where(TRIALS.c.key > last).order_by(TRIALS.c.key).limit(BATCH)
-    return source.database.read(lambda connection: connection.execute(query).all())
-
-
-def _take(connection: Connection, source_rows: Sequence[Row[Any]]) -> MergeResult:
+def _take(connection: Connection, source_rows: Sequence[Row[Any]]) -> tuple[int, int, int]:
+    """Add or finish trials by those of another store, and return the numbers of a MergeResult."""
     query = select(TRIALS.c.key, TRIALS.c.state).where(TRIALS.c.key.in_([row.key for row in source_rows]))
     states = {row.key: row.state for row in connection.execute(query)}
     new = [_copy(row) for row in source_rows if row.key not in states]
@@ -149,7 +145,7 @@ def _take(connection: Connection, source_rows: Sequence[Row[Any]]) -> MergeResul
         connection.execute(INSERTS[connection.dialect.name](TRIALS).values(new).on_conflict_do_nothing())
     finished = [row for row in source_rows if row.key in states and row.state == FINISHED]
     taken = sum(_take_result(connection, row) for row in finished)
-    return MergeResult(len(new), taken, len(finished) - taken)
+    return len(new), taken, len(finished) - taken
 
 
 def _copy(row: Row[Any]) -> dict[str, Any]:
@@ -159,7 +155,6 @@ def _copy(row: Row[Any]) -> dict[str, Any]:
 
 
 def _check(row: Row[Any]) -> None:
-    """Raise StoreError if a row of a trial is unreadable, before it is copied."""
     to_spec(row)
     with readable("a result"):
         if row.state == FINISHED:

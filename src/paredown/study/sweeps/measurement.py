@@ -7,6 +7,7 @@ other sweeps of the same task are used from the start.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,11 @@ class Runner:
         if trial.step_seconds is None:
             return trial
         if not self._baseline:
-            self._baseline.append(trial.step_seconds if plan.changes_nothing else self._timed_baseline(seed))
+            seconds = trial.step_seconds if plan.changes_nothing else None
+            with suppress(Exception):  # a plan that trains is a result, whether or not the unmodified step does
+                seconds = seconds or baseline_step_seconds(self.task, self.device, seed)
+            self._baseline.append(seconds)
         return replace(trial, baseline_step_seconds=self._baseline[0])
-
-    def _timed_baseline(self, seed: int) -> float | None:
-        try:
-            return baseline_step_seconds(self.task, self.device, seed)
-        except Exception:  # a plan that trains is a result, whether or not the unmodified step does
-            return None
 
 
 MAX_REASON_CHARS = 2000

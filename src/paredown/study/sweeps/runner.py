@@ -37,10 +37,7 @@ class TaskFolder:
     path: Path
 
     def refuses(self, task: str) -> str | None:
-        """Return why this worker does not run a task; None if it does.
-
-        It checks that the task's file exists, and imports nothing.
-        """
+        """Return why this worker does not run a task, such as a missing file; None if it does. Nothing is imported."""
         head = task.strip().partition("#")[0]
         kind, _, file = head.partition(":")
         try:
@@ -76,10 +73,7 @@ ENGINES = ("local", "graphs", "inline", "ray")
 
 
 def engine_for(sweep: Sweep) -> str:
-    """Return the name of the default engine of a sweep on this machine.
-
-    It is "graphs" (CUDA graphs) for simulated trials on a GPU, otherwise "local" (local processes).
-    """
+    """Return the default engine of a sweep here: "graphs" for simulated trials on a GPU, otherwise "local" (processes)."""
     return "graphs" if sweep.settings.mode != "store" and find_gpus() and sweep.settings.device != "cpu" else "local"
 
 
@@ -106,18 +100,12 @@ def make_engine(name: str, run: RunTrial, *, slots: int | None = None, ray: RayO
 
 
 def add_sweep(sweep: Sweep, store: Store, *, cost: Cost | None = None) -> AddResult:
-    """Add the trials of a sweep to a store, and return how many were new and how many the store had.
-
-    Trials that the store has already are unchanged. `cost(task, plan)` is the predicted bytes, which the method `cheap_first` needs.
-    """
+    """Add the trials of a sweep that the store lacks, and return the counts; the method `cheap_first` needs `cost(task, plan)`."""
     return store.add(sweep.name, sweep.draw(cost))
 
 
 def run_sweep(sweep: Sweep, store: Store, engine: Engine, *, cost: Cost | None = None, options: WorkerOptions | None = None) -> int:
-    """Add a sweep to a store, run its unfinished trials beside other workers, and return how many trials this worker finished.
-
-    Infeasible trials are reported to `options.say` first, and are not counted.
-    """
+    """Add a sweep, report infeasible trials to `options.say`, run the others beside other workers, and return how many it finished."""
     options = replace(options or WorkerOptions(), sweep=sweep.name)
     add_sweep(sweep, store, cost=cost)
     report_infeasible(store, sweep.name, options.say)

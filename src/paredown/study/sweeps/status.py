@@ -42,46 +42,13 @@ from paredown.plan.plan import Plan
 from paredown.sizes import say_seconds
 from paredown.study.sweeps.database import FINISHED, RUNNING, TRIALS, WAITING, check_columns, check_text, readable
 from paredown.study.sweeps.store import Store, parsed_plan
-from paredown.study.sweeps.sweep import TrialSettings, label_of
+from paredown.study.sweeps.sweep import SweepCounts, TrialSettings, label_of
 from paredown.study.tasks.trial import Status, Trial, standard_error
 
 
 @dataclass(frozen=True)
-class SweepCounts:
-    """The numbers of trials of one sweep by state, and of finished trials by status."""
-
-    sweep: str
-    waiting: int = 0
-    running: int = 0
-    by_status: Mapping[str, int] = field(default_factory=dict[str, int])
-
-    @property
-    def finished(self) -> int:
-        """The number of trials with a result."""
-        return sum(self.by_status.values())
-
-    @property
-    def total(self) -> int:
-        """The number of all trials."""
-        return self.waiting + self.running + self.finished
-
-    def __str__(self) -> str:
-        kinds = ", ".join(f"{num} {status}" for status, num in self.by_status.items())
-        finished = f"{self.finished} of {self.total} finished" + (f" ({kinds})" if kinds else "")
-        return f"{self.sweep}: {finished}, {self.running} running, {self.waiting} waiting"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON value."""
-        counts = {"sweep": self.sweep, "total": self.total, "finished": self.finished}
-        return {**counts, "running": self.running, "waiting": self.waiting, "by_status": dict(self.by_status)}
-
-
-@dataclass(frozen=True)
 class BestPlan:
-    """The plan of least mean error on a task, with its errors by seed.
-
-    `num_not_done`: how many of its trials ended otherwise than DONE.
-    """
+    """The plan of least mean error on a task, its errors by seed, and how many of its trials did not end as DONE."""
 
     task: str
     label: str
@@ -114,10 +81,7 @@ class BestPlan:
 
 @dataclass(frozen=True)
 class InfeasibleTrials:
-    """Trials that do not run because no plan for their task fits the budget.
-
-    `label` is the label of the template, `reason` the text of the BudgetError.
-    """
+    """Trials that do not run, since no plan of the template `label` fits the budget; `reason` is the BudgetError's text."""
 
     task: str
     label: str
@@ -194,7 +158,8 @@ def find_best(store: Store, sweep: str) -> list[BestPlan]:
         for (task, _), rows in groups.items():
             done = [row for row in rows if row.status == Status.DONE.value and row.error is not None]
             if done and (task not in best or fmean(row.error for row in done) < best[task].error):
-                best[task] = _best_plan(task, done, len(rows) - len(done))
+                plan, errors = parsed_plan(done[0].plan), {row.seed: row.error for row in done}
+                best[task] = BestPlan(task, done[0].label or label_of(plan), plan, errors, len(rows) - len(done))
     return [plan for _, plan in sorted(best.items())]
 
 
@@ -203,11 +168,6 @@ def _same_run(plan: str, settings: str) -> Hashable:
     """Return a key that is equal for trials of a task that differ only in their seed."""
     parsed = TrialSettings(**json.loads(settings))
     return parsed_plan(plan).key, parsed.mode, parsed.device
-
-
-def _best_plan(task: str, done: Sequence[Any], num_not_done: int) -> BestPlan:
-    plan = parsed_plan(done[0].plan)
-    return BestPlan(task, done[0].label or label_of(plan), plan, {row.seed: row.error for row in done}, num_not_done)
 
 
 def _counts(sweep: str, nums: dict[str, int]) -> SweepCounts:
@@ -227,10 +187,7 @@ class Pace:
     _counts: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
     def add(self, finished: int, now: float) -> float | None:
-        """Add the count of trials `finished` at time `now`, and return trials per minute over the last WINDOW_SECONDS.
-
-        None if no trial has finished in them.
-        """
+        """Add a count of finished trials, and return trials per minute over the last WINDOW_SECONDS; None if none has finished."""
         self._counts.append((now, finished))
         while len(self._counts) > 2 and now - self._counts[0][0] > WINDOW_SECONDS:
             self._counts.popleft()
@@ -272,16 +229,12 @@ class SweepWatcher:
         self._next = 0.0
 
     def look(self, *, is_due: bool = False) -> list[SweepProgress]:
-        """Return the progress of the sweeps.
-
-        It is empty if the previous reading was less than `seconds` ago, unless `is_due`.
-        """
+        """Return the progress of the sweeps; nothing if the last reading is less than `seconds` old, unless `is_due`."""
         now = time.monotonic()
         if now < self._next and not is_due:
             return []
         self._next = now + self._seconds
-        return [self._progress(counts, now) for counts in count(self._store) if self._sweep in (None, counts.sweep)]
-
-    def _progress(self, counts: SweepCounts, now: float) -> SweepProgress:
-        pace = self._paces.setdefault(counts.sweep, Pace())
-        return SweepProgress(counts, pace.add(counts.finished, now), tuple(find_best(self._store, counts.sweep)))
+        watched = [counts for counts in count(self._store) if self._sweep in (None, counts.sweep)]
+        paces = [self._paces.setdefault(counts.sweep, Pace()).add(counts.finished, now) for counts in watched]
+        best = [tuple(find_best(self._store, counts.sweep)) for counts in watched]
+        return [SweepProgress(*row) for row in zip(watched, paces, best, strict=True)]

@@ -56,28 +56,9 @@ class WrittenResult(NamedTuple):
     trial: Trial | None
 
 
-class RunTimes(NamedTuple):
-    """The times at which a trial was claimed and finished (ISO 8601, UTC), and the host that ran it; None if unknown."""
-
-    started_at: str | None
-    finished_at: str | None
-    host: str | None
-
-
 def utc_now() -> str:
     """Return the time of this machine's clock in UTC, to the second: `2026-01-31T12:00:00Z`."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-class ClaimRequest(NamedTuple):
-    """A worker's request for trials: how many, of which sweep, and without which tasks."""
-
-    worker: str
-    token: str
-    num: int
-    sweep: str | None = None
-    without: tuple[str, ...] = ()
-    now: str | None = None
 
 
 OPEN = and_(TRIALS.c.key == bindparam("of_key"), TRIALS.c.state != FINISHED)
@@ -92,29 +73,19 @@ def beat(connection: Connection, worker: str) -> None:
     connection.execute(_beat_statement(connection.dialect.name), {"id": worker})
 
 
-def claim(connection: Connection, request: ClaimRequest) -> list[Claim]:
-    """Claim up to `request.num` open trials, in the order of their sweep."""
-    if not request.num:
+def claim(connection: Connection, values: dict[str, Any]) -> list[Claim]:
+    """Claim up to `num` open trials, in the order of their sweep; `values` are the parameters of the statement by name."""
+    if not values["num"]:
         return []
-    values = {
-        "by": request.worker,
-        "token": request.token,
-        "num": request.num,
-        "of_sweep": request.sweep,
-        "without": list(request.without),
-        "now": request.now,
-        "here": socket.gethostname(),
-    }
-    statement = _claim_statement(request.sweep is not None, bool(request.without))
-    rows = connection.execute(statement, {name: value for name, value in values.items() if value is not None and value != []}).all()
+    rows = connection.execute(_claim_statement("of_sweep" in values, "without" in values), values).all()
     for row in rows:
         check_columns(row)
     return [_to_claim(row) for row in sorted(rows, key=lambda row: (row.sweep, row.place))]
 
 
-def held_claims(connection: Connection, request: ClaimRequest) -> list[Claim]:
-    """Return the trials that this request has claimed already, in a committed transaction whose reply was lost; often none."""
-    query = select(TRIALS).where(TRIALS.c.worker == request.worker, TRIALS.c.claim == request.token)
+def held_claims(connection: Connection, worker: str, token: str) -> list[Claim]:
+    """Return the trials that a worker has claimed already, in a committed transaction whose reply was lost; often none."""
+    query = select(TRIALS).where(TRIALS.c.worker == worker, TRIALS.c.claim == token)
     return [_to_claim(row) for row in connection.execute(query)]
 
 
@@ -128,8 +99,8 @@ def finish(connection: Connection, ended: EndedTrial, now: str) -> WrittenResult
         give_back(connection, [claim], RELEASE)
         return WrittenResult(WriteOutcome.AGAIN, None)
     trial = trial or killed(claim.spec, claim.attempt, ended.reason)
-    times = RunTimes(claim.started_at, now, ended.host or claim.host)
-    if connection.execute(WRITE_RESULT, {**result_values(trial, claim.token, times), "of_key": claim.key}).rowcount:
+    values = result_values(trial, claim.token, claim.started_at, now, ended.host or claim.host)
+    if connection.execute(WRITE_RESULT, {**values, "of_key": claim.key}).rowcount:
         return WrittenResult(WriteOutcome.COUNTED, trial)
     by = connection.scalar(select(TRIALS.c.claim).where(TRIALS.c.key == claim.key))
     return WrittenResult(WriteOutcome.COUNTED, trial) if by == claim.token else WrittenResult(WriteOutcome.LATE, None)
@@ -142,17 +113,14 @@ def give_back(connection: Connection, claims: Sequence[Claim], statement: Update
 
 
 def bury(connection: Connection, worker: str, condition: Any) -> int:
-    """Remove a worker if its row meets the SQL `condition`, release its trials, and return how many were released.
-
-    After MAX_ATTEMPTS attempts a trial is not released but finished as killed.
-    """
+    """Remove a worker if `condition` holds, and return how many trials it released; after MAX_ATTEMPTS they end as killed."""
     if not connection.execute(delete(WORKERS).where(condition)).rowcount:
         return 0
     is_its_trial = TRIALS.c.worker == worker
     for row in connection.execute(select(TRIALS).where(is_its_trial, TRIALS.c.attempts >= MAX_ATTEMPTS)).all():
         trial = killed(to_spec(row), row.attempts, "its worker died")
-        times = RunTimes(row.started_at, utc_now(), row.host)
-        connection.execute(WRITE_RESULT, {**result_values(trial, row.claim, times), "of_key": row.key})
+        values = result_values(trial, row.claim, row.started_at, utc_now(), row.host)
+        connection.execute(WRITE_RESULT, {**values, "of_key": row.key})
     return connection.execute(update(TRIALS).where(is_its_trial).values(FREE)).rowcount
 
 
@@ -169,11 +137,11 @@ def parsed_plan(text: str) -> Plan:
     return Plan.from_json(json.loads(text))
 
 
-def result_values(trial: Trial, token: str, times: RunTimes) -> dict[str, Any]:
+def result_values(trial: Trial, token: str | None, started_at: str | None, finished_at: str, host: str | None) -> dict[str, Any]:
     """Return the values of the database's columns for a finished trial; `token` is that of its claim."""
     numbers = {"status": trial.status.value, "error": trial.error, "seconds": trial.seconds}
-    result = {"result": json.dumps(trial.to_json()), **times._asdict()}
-    return {"state": FINISHED, "worker": None, "claim": token, **numbers, **result}
+    times = {"started_at": started_at, "finished_at": finished_at, "host": host}
+    return {"state": FINISHED, "worker": None, "claim": token, **numbers, "result": json.dumps(trial.to_json()), **times}
 
 
 def killed(spec: TrialSpec, attempts: int, reason: str) -> Trial:
@@ -190,11 +158,7 @@ def _beat_statement(dialect: str) -> Any:
 
 @cache
 def _claim_statement(of_sweep: bool, has_without: bool) -> Any:
-    """Return the SQL statement with which a worker claims trials.
-
-    On PostgreSQL it skips rows that other workers are claiming; SQLite has one writer at a time. `of_sweep`: whether it is limited to
-    one sweep, `has_without`: whether tasks are left out.
-    """
+    """Return the SQL statement of a claim; on PostgreSQL it skips rows that other workers are claiming, SQLite has one writer."""
     is_open = [TRIALS.c.state == WAITING]
     is_open += [TRIALS.c.sweep == bindparam("of_sweep")] if of_sweep else []
     is_open += [TRIALS.c.task.not_in(bindparam("without", expanding=True))] if has_without else []
@@ -301,13 +265,15 @@ class Store:
     ) -> tuple[list[WrittenResult], list[Claim]]:
         """Run `finish` and `claim` in one transaction, and return the outcome of each result and the next trials to run."""
         now, attempts = utc_now(), count()  # one time for all attempts to write
-        request = ClaimRequest(worker, uuid4().hex, num, sweep, tuple(without), now)
+        token = uuid4().hex
+        values: dict[str, Any] = {"by": worker, "token": token, "num": num, "now": now, "here": socket.gethostname()}
+        values |= ({} if sweep is None else {"of_sweep": sweep}) | ({"without": list(without)} if without else {})
 
         def work(connection: Connection) -> tuple[list[WrittenResult], list[Claim]]:
             beat(connection, worker)
             written = [finish(connection, result, now) for result in ended]
-            held = held_claims(connection, request) if next(attempts) else []
-            return written, held or claim(connection, request)
+            held = held_claims(connection, worker, token) if next(attempts) else []
+            return written, held or claim(connection, values)
 
         return self.database.write(work)
 
@@ -348,9 +314,12 @@ NO_RESULT = {**FREE, **dict.fromkeys(name for name in RESULT if name not in FREE
 
 
 def _row(sweep: str, place: int, drawn: DrawnTrial) -> dict[str, Any]:
-    spec = drawn.spec
+    spec, values = drawn.spec, NO_RESULT
+    if drawn.infeasible:  # no worker runs it, since no plan fits its budget
+        trial = Trial(spec.task, spec.plan, spec.seed, Status.INFEASIBLE, reason=drawn.infeasible)
+        values = result_values(trial, None, None, utc_now(), None)
     return {
-        **(_infeasible_values(drawn) if drawn.infeasible else NO_RESULT),
+        **values,
         "key": drawn.key(sweep),
         "sweep": sweep,
         "place": place,
@@ -363,13 +332,5 @@ def _row(sweep: str, place: int, drawn: DrawnTrial) -> dict[str, Any]:
     }
 
 
-def _infeasible_values(drawn: DrawnTrial) -> dict[str, Any]:
-    """Return the values of the database's columns for a trial that no worker runs, since no plan fits its budget."""
-    spec = drawn.spec
-    trial = Trial(spec.task, spec.plan, spec.seed, Status.INFEASIBLE, reason=drawn.infeasible)
-    return {**result_values(trial, "", RunTimes(None, utc_now(), None)), "claim": None}
-
-
 def _parts(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yield batches of at most BATCH rows, each for one SQL statement."""
     return (values[i : i + BATCH] for i in range(0, len(values), BATCH))

@@ -97,10 +97,7 @@ class TrialSpec:
 
 
 class DrawnTrial(NamedTuple):
-    """A trial that was drawn for a sweep, with the probability that it was drawn and the label of its plan.
-
-    `infeasible`: why no plan fits the budget; the trial does not run, and its plan has no rules.
-    """
+    """A trial that was drawn, its probability, the label of its plan, and why no plan fits the budget (then it does not run)."""
 
     spec: TrialSpec
     propensity: float
@@ -117,10 +114,7 @@ class DrawnTrial(NamedTuple):
 
 
 class InfeasiblePair(NamedTuple):
-    """A task and a template (`assign` with a budget) for which no plan fits.
-
-    `reason` is the text of the BudgetError.
-    """
+    """A task and a template (`assign` with a budget) for which no plan fits, and the text of the BudgetError."""
 
     task: str
     template: PlanTemplate
@@ -155,6 +149,36 @@ class EndedTrial(NamedTuple):
     trial: Trial | None
     reason: str = ""
     host: str | None = None
+
+
+@dataclass(frozen=True)
+class SweepCounts:
+    """The numbers of trials of one sweep by state, and of finished trials by status."""
+
+    sweep: str
+    waiting: int = 0
+    running: int = 0
+    by_status: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
+
+    @property
+    def finished(self) -> int:
+        """The number of trials with a result."""
+        return sum(self.by_status.values())
+
+    @property
+    def total(self) -> int:
+        """The number of all trials."""
+        return self.waiting + self.running + self.finished
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{num} {status}" for status, num in self.by_status.items())
+        finished = f"{self.finished} of {self.total} finished" + (f" ({kinds})" if kinds else "")
+        return f"{self.sweep}: {finished}, {self.running} running, {self.waiting} waiting"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON value."""
+        counts = {"sweep": self.sweep, "total": self.total, "finished": self.finished}
+        return {**counts, "running": self.running, "waiting": self.waiting, "by_status": dict(self.by_status)}
 
 
 @dataclass(frozen=True)
@@ -212,21 +236,14 @@ class Sweep:
         )
         return f"sweep {self.name!r} has nothing to run: {pairs} infeasible. Task {first.task!r}, {first.template}: {first.reason}"
 
-    @property
-    def num_pairs(self) -> int:
-        """The number of pairs of task and plan, drawn or not, infeasible ones included."""
-        return len(self.tasks) * len(self.plans) + len(self.pairs) + len(self.infeasible)
-
     def draw(self, cost: Cost | None = None) -> list[DrawnTrial]:
-        """Return the trials to run, in their order, then the infeasible ones.
-
-        `cost(task, plan)` is the predicted bytes, which the method `cheap_first` needs.
-        """
+        """Return the trials to run, in order, then the infeasible ones; the method `cheap_first` needs `cost(task, plan)` in bytes."""
         propensities, order = self._propensities(cost)
         taken = draw_pairs(propensities, self.method, self.draw_seed)
         if not taken.any() and not self.pairs:
+            num_pairs = len(self.tasks) * len(self.plans) + len(self.infeasible)
             raise SweepError(
-                f"none of {self.num_pairs} pairs was drawn (share {self.share:g}, draw_seed {self.draw_seed}). "
+                f"none of {num_pairs} pairs was drawn (share {self.share:g}, draw_seed {self.draw_seed}). "
                 "Raise share, or change draw_seed."
             )
         pairs = [
@@ -242,7 +259,6 @@ class Sweep:
         ] + self._infeasible_trials()
 
     def _infeasible_trials(self) -> list[DrawnTrial]:
-        """Return the trials of pairs without a feasible plan; they have the label of the template."""
         labels = {str(named): label for label, named in self.labels if isinstance(named, PlanTemplate)}
         named = [(pair, labels.get(str(pair.template), str(pair.template))) for pair in self.infeasible]
         return [
@@ -252,7 +268,6 @@ class Sweep:
         ]
 
     def _labels(self) -> dict[TaskPlan, str]:
-        """Return the label of every plan on every task, by task and `plan.key`."""
         given: dict[Hashable, str] = {named.key if isinstance(named, Plan) else str(named): label for label, named in self.labels}
         shared = [(plan, label_of(plan, given)) for plan in self.plans]
         requests = [(task, plan, label) for task in self.tasks for plan, label in shared]
@@ -263,7 +278,6 @@ class Sweep:
         )
 
     def _propensities(self, cost: Cost | None) -> tuple[np.ndarray[Any, Any], Sequence[int]]:
-        """Return the probability with which each pair of task and plan is drawn, and the order in which pairs run."""
         num = len(self.tasks) * len(self.plans)
         if self.method is not SamplingMethod.CHEAP_FIRST:
             return np.full(num, self.share), range(num)
@@ -291,10 +305,7 @@ def _check_labels(labels: Any) -> tuple[tuple[str, Plan | PlanTemplate], ...]:
 
 
 def label_of(plan: Plan, given: Mapping[Hashable, str] | None = None) -> str:
-    """Return the label of a plan: the one in `given`, or its template, its preset, or its formats.
-
-    `given` has labels by the key of a plan or by the text of a template.
-    """
+    """Return the label of a plan: by key or template in `given`, else its template, its preset, or its formats."""
     given = given or {}
     if plan.key in given:
         return given[plan.key]
@@ -303,10 +314,7 @@ def label_of(plan: Plan, given: Mapping[Hashable, str] | None = None) -> str:
 
 
 def cheap_first_propensities(nbytes: np.ndarray[Any, Any], share: float) -> np.ndarray[Any, Any]:
-    """Return share * rank / (N - 1) for each pair: `share` for the fewest bytes, 0 for the most.
-
-    Of pairs with equal bytes, the first ranks higher.
-    """
+    """Return share * rank / (N - 1) of each pair: `share` for the fewest bytes, 0 for the most; equal ones by their order."""
     if len(nbytes) == 1:
         return np.full(1, share)
     rank = np.empty(len(nbytes))
@@ -315,10 +323,7 @@ def cheap_first_propensities(nbytes: np.ndarray[Any, Any], share: float) -> np.n
 
 
 def draw_pairs(propensities: np.ndarray[Any, Any], method: SamplingMethod, seed: int) -> np.ndarray[Any, Any]:
-    """Return which pairs of task and plan are drawn, as booleans, for the probability of each pair.
-
-    With the method `full` all pairs are drawn.
-    """
+    """Return which pairs of task and plan are drawn with these probabilities; all with the method `full`."""
     if method is SamplingMethod.FULL:
         return np.ones(len(propensities), dtype=bool)
     return np.random.RandomState(seed).uniform(size=len(propensities)) < propensities

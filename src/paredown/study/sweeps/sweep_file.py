@@ -114,16 +114,14 @@ def _read(value: dict[str, Any], path: Path) -> SweepFile:
         known = {plan.key for plan in plans}
         pairs = tuple((task, plan) for task, (of_task, _) in made for plan in of_task if plan.key not in known)
         sweep = replace(sweep, plans=plans, pairs=pairs, infeasible=tuple(pair for _, (_, without) in made for pair in without))
-    return SweepFile(sweep, _beside(value.get("store"), folder), folder)
+    store: str | None = value.get("store")
+    return SweepFile(sweep, store if store is None or "://" in store else str(folder / store), folder)  # beside the file, or a URL
 
 
 def _plans_of_templates(
     task: str, templates: list[PlanTemplate], folder: Path, device: str | None
 ) -> tuple[list[Plan], list[InfeasiblePair]]:
-    """Return the plans of templates for a task, and the templates that have no plan within their budget.
-
-    The task is traced for the device where its trials run, and as in `pick`, for plans with formats for optimizer state.
-    """
+    """Return the plans of templates for a task, traced as in `pick` for its device, and the templates without a plan."""
     from paredown.study.tasks.lookup import (
         cached_task,  # importing torch takes seconds, and sweeps without templates need none here
     )
@@ -155,7 +153,6 @@ Entry = Plan | PlanTemplate
 
 
 def _entries(tables: list[dict[str, Any]], folder: Path) -> tuple[list[Entry], tuple[tuple[str, Entry], ...]]:
-    """Return the plans and templates of all [[plans]] tables, and the labels of those that have one."""
     entries: list[Entry] = []
     labels: list[tuple[str, Entry]] = []
     for number, table in enumerate(tables, 1):
@@ -167,10 +164,7 @@ def _entries(tables: list[dict[str, Any]], folder: Path) -> tuple[list[Entry], t
 
 
 def _table_labels(value: Any, num_plans: int, number: int) -> list[str]:
-    """Return the labels of one [[plans]] table: a text for one plan, or a list with a text for each.
-
-    `number` is that of the table, for errors.
-    """
+    """Return the labels of [[plans]] table `number`: a text for one plan, or a list with a text for each."""
     labels = value if isinstance(value, list) else [value]
     if len(labels) != num_plans:
         needs = f"a list of {num_plans} labels" if num_plans > 1 else "one label"
@@ -179,7 +173,6 @@ def _table_labels(value: Any, num_plans: int, number: int) -> list[str]:
 
 
 def _plans(table: dict[str, Any], folder: Path, number: int) -> Sequence[Entry]:
-    """Return the plans of one [[plans]] table: a preset, a file, templates, or every combination of the formats of its roles."""
     try:
         for word, (make, others) in SOURCES.items():
             if word in table:
@@ -199,15 +192,10 @@ def _crossed(table: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _names(table: dict[str, Any], word: str) -> list[str]:
-    """Return the value of the key `word` of a table as a list: a text alone, or the texts of a list."""
     names = table[word] if isinstance(table[word], list) else [table[word]]
     if not names or not all(isinstance(name, str) for name in names):
         raise SweepError(f'{word} is a text or a list of texts, such as {word} = ["lpmm", "activations4"], not {table[word]!r}.')
     return names
-
-
-def _templates(table: dict[str, Any], folder: Path) -> list[PlanTemplate]:
-    return [PlanTemplate(str(choice["assign"]), choice.get("method", "role")) for choice in _crossed(table)]
 
 
 def _peppp(table: dict[str, Any], folder: Path) -> list[Plan]:
@@ -226,11 +214,9 @@ SOURCES: dict[
 ] = {  # key of a [[plans]] table: the function that makes its plans, and the keys that it allows beside it
     "preset": (lambda table, folder: [Plan.preset(name) for name in _names(table, "preset")], ()),
     "file": (lambda table, folder: [Plan.load(folder / name) for name in _names(table, "file")], ()),
-    "assign": (_templates, ("method",)),
+    "assign": (
+        lambda table, _: [PlanTemplate(str(row["assign"]), row.get("method", "role")) for row in _crossed(table)],
+        ("method",),
+    ),
     "peppp_low": (_peppp, ("peppp_high",)),
 }
-
-
-def _beside(store: str | None, folder: Path) -> str | None:
-    """Return the address of a store, with a relative path taken from the folder of the sweep file; a URL is unchanged."""
-    return store if store is None or "://" in store else str(folder / store)

@@ -105,10 +105,7 @@ LOOK_SECONDS, SAY_SECONDS = 1.0, 10.0  # between two looks, and between two mess
 def wait_for_store(
     address: str | Path, *, seconds: float, sweep: str | None = None, needs_trials: bool = True, say: Callable[[str], object]
 ) -> Store:
-    """Return the store at this address, opened, once it exists; raise StoreError after `seconds`.
-
-    With `needs_trials` it also waits until the store has trials (of `sweep`, if given).
-    """
+    """Return the store once it exists, and with `needs_trials` has trials (of `sweep`); StoreError after `seconds`."""
     database = Database(address, say=say)
     deadline = time.monotonic() + seconds
     try:
@@ -126,10 +123,7 @@ def wait_for_store(
 
 
 def wait_until(why_not: Callable[[], str | None], deadline: float, say: Callable[[str], object]) -> None:
-    """Wait until `why_not()` returns None; while it returns a sentence, that is passed to `say` at intervals.
-
-    After `deadline`, a time of the monotonic clock, the sentence is raised as a StoreError.
-    """
+    """Wait until `why_not()` returns None, and pass its sentences to `say`; at `deadline` the sentence is a StoreError."""
     start, reported = time.monotonic(), -math.inf
     while (reason := why_not()) is not None:
         now = time.monotonic()
@@ -146,7 +140,6 @@ def wait_until(why_not: Callable[[], str | None], deadline: float, say: Callable
 
 
 def _why_empty(store: Store, sweep: str | None) -> str | None:
-    """Return a sentence if the store has no trials of a sweep (None: of any sweep); otherwise None."""
     if any(sweep in (None, counts.sweep) for counts in count(store)):
         return None
     return f"the store {store.database.name} has no trials{'' if sweep is None else f' of sweep {sweep!r}'}"
@@ -185,10 +178,7 @@ class WorkerOptions:
 
 
 def work(store: Store, engine: Engine, options: WorkerOptions | None = None) -> int:
-    """Run trials of a store until all are finished, and return how many this worker finished.
-
-    When interrupted, it releases its claims; `options` None means the defaults.
-    """
+    """Run trials until all are finished, and return how many this worker finished; an interruption releases its claims."""
     return Worker(store, engine, options or WorkerOptions()).run()
 
 
@@ -221,7 +211,9 @@ class Worker:
             heart.stop()
         self._engine.stop()  # no trial runs; ends idle processes of the engine
         self._store.leave(self._id)
-        self._check_refused()
+        if self._refused and (left := count_open(self._store, self._options.sweep)):
+            task, reason = next(iter(self._refused.items()))
+            raise SweepError(f"{left} trial{'s' * (left > 1)} left to other workers; task {task!r}: {reason}")
         return self._num_finished
 
     def _turn(self) -> bool:
@@ -230,7 +222,9 @@ class Worker:
         for claim in self._accepted(claims):
             self._engine.start(claim)
         self._options.idle()
-        return bool(self._claims or claims) or not self._is_over()
+        if self._claims or claims or self._options.stays:
+            return True
+        return bool(count_open(self._store, self._options.sweep, without=tuple(self._refused)))
 
     def _write(self, num_free: int) -> list[Claim]:
         """Write results to the store, report them, and return up to `num_free` new claims."""
@@ -252,7 +246,6 @@ class Worker:
         return []
 
     def _report(self, result: EndedTrial, written: WrittenResult) -> None:
-        """Call `on_result` or `say` for a result that was written to the store."""
         claim = result.claim
         about = f"{claim.spec.task}, {claim.label}, seed {claim.spec.seed}"
         if written.trial is not None:
@@ -275,20 +268,8 @@ class Worker:
             del self._claims[claim.key]
         return [claim for claim in claims if claim not in refused]
 
-    def _is_over(self) -> bool:
-        """Return whether every trial that this worker could run is finished; False if it stays for new trials."""
-        return not self._options.stays and not count_open(self._store, self._options.sweep, without=tuple(self._refused))
-
     def _give_up(self) -> None:
-        """Kill the running trials, write the results of ended ones, and release all other claims."""
         self._engine.stop()
         self._write(0)
         self._store.give_back(list(self._claims.values()))
         self._store.leave(self._id)
-
-    def _check_refused(self) -> None:
-        """Raise SweepError if trials that this worker refused are still open."""
-        left = count_open(self._store, self._options.sweep) if self._refused else 0
-        if left:
-            task, reason = next(iter(self._refused.items()))
-            raise SweepError(f"{left} trial{'s' * (left > 1)} left to other workers; task {task!r}: {reason}")

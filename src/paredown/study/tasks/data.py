@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, count
 from typing import final
@@ -35,20 +35,9 @@ MAX_TEST_PIECES = 512  # of a text
 class Data(ABC):
     """The interface of a task's data: training examples in random order, and test examples."""
 
-    @property
-    @abstractmethod
-    def num_train(self) -> int:
-        """The number of training examples."""
-
-    @property
-    @abstractmethod
-    def num_test(self) -> int:
-        """The number of test examples."""
-
-    @property
-    @abstractmethod
-    def num_answers(self) -> int | None:
-        """The number of classes, or 256 for a text; None if answers are not classes."""
+    num_train: int  # training examples
+    num_test: int  # test examples
+    num_answers: int | None  # classes, or 256 for a text; None if answers are not classes
 
     @abstractmethod
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
@@ -94,16 +83,16 @@ NO_TRANSFORM = PictureTransform()
 @final
 @dataclass(frozen=True, repr=False, eq=False)
 class Examples(Data):
-    """Data that consists of inputs and answers, for training and for testing.
-
-    uint8 inputs are pictures (num, channels, height, width); the model gets them normalized to mean 0 and standard deviation 1.
-    """
+    """Inputs and answers. uint8 inputs are pictures (num, channels, height, width), which the model gets normalized to mean 0 and std 1."""
 
     x_train: Tensor
     y_train: Tensor
     x_test: Tensor
     y_test: Tensor
     look: PictureTransform = NO_TRANSFORM
+    num_train: int = field(init=False)
+    num_test: int = field(init=False)
+    num_answers: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         for split, x, y in (("training", self.x_train, self.y_train), ("test", self.x_test, self.y_test)):
@@ -115,6 +104,8 @@ class Examples(Data):
                 raise TaskError(f"there are {len(x)} {split} examples and {len(y)} answers; each example needs one answer.")
             if not len(x):
                 raise TaskError(f"the {split} split is empty: a task trains on one split and is evaluated on the other.")
+        object.__setattr__(self, "num_train", len(self.x_train))
+        object.__setattr__(self, "num_test", len(self.x_test))
         if self.x_train.shape[1:] != self.x_test.shape[1:]:
             shapes = f"{tuple(self.x_train.shape[1:])} and {tuple(self.x_test.shape[1:])}"
             raise TaskError(f"a training example and a test example have different shapes: {shapes}.")
@@ -122,6 +113,7 @@ class Examples(Data):
             object.__setattr__(self, "y_train", self.y_train.long())  # as cross entropy takes classes
             object.__setattr__(self, "y_test", self.y_test.long())
             self._check_classes()
+            object.__setattr__(self, "num_answers", int(self.y_train.max()) + 1)
         if self.look != NO_TRANSFORM and self.x_train.dim() != 4:
             raise TaskError(f"{self.look} is for pictures (num, channels, height, width); these are {tuple(self.x_train.shape)}.")
 
@@ -135,32 +127,9 @@ class Examples(Data):
         if unknown:
             raise TaskError(f"the test split has class {unknown[0]}, of which there is no training example.")
 
-    @property
-    def has_classes(self) -> bool:
-        """Whether the answer to each example is one class number (int64)."""
-        return self.y_train.dim() == 1 and self.y_train.dtype is torch.int64
-
-    @property
-    def num_train(self) -> int:
-        """The number of training examples."""
-        return len(self.x_train)
-
-    @property
-    def num_test(self) -> int:
-        """The number of test examples."""
-        return len(self.x_test)
-
-    @cached_property
-    def num_answers(self) -> int | None:  # type: ignore[override]
-        """The number of classes; None if answers are not classes."""
-        return int(self.y_train.max()) + 1 if self.has_classes else None
-
     @cached_property
     def normalization(self) -> Pair | None:
-        """The mean and the standard deviation of each channel of the training pictures, both (channels, 1, 1).
-
-        None unless the pictures are uint8.
-        """
+        """The mean and standard deviation of each channel of the training pictures, (channels, 1, 1); None unless they are uint8."""
         if self.x_train.dtype is not torch.uint8 or self.x_train.dim() != 4:
             return None
         counts = torch.stack([torch.bincount(x.flatten(), minlength=NUM_BYTES) for x in self.x_train.transpose(0, 1)]).double()
@@ -205,10 +174,7 @@ class Examples(Data):
             yield self.model_inputs(x.to(device)), y.to(device)
 
     def _draws(self, num: int, source: torch.Generator, device: torch.device) -> Pair:
-        """Return the random order of one pass over the training examples, and the random offset of each picture.
-
-        They are `num` indices of examples, (num,), and offsets (down, right, mirrored), (num, 3), or (num, 0) if none is moved.
-        """
+        """Return the order of one pass, indices (num,), and the offsets of its pictures: (down, right, mirrored), or none, (num, 0)."""
         order = torch.randperm(self.num_train, generator=source)[:num]
         bounds = (2 * self.look.shift + 1, 2 * self.look.shift + 1, 1 + self.look.mirror) if self._is_moved else ()
         moves = torch.empty(num, len(bounds), dtype=torch.int64)
@@ -244,6 +210,10 @@ class Text(Data):
 
     read: Tensor  # (num_bytes,) uint8
     length: int = 64  # bytes of a piece
+    cut: int = field(init=False)  # the first byte of the test split
+    num_train: int = field(init=False)  # positions at which a training piece may start
+    num_test: int = field(init=False)
+    num_answers: int | None = field(init=False, default=NUM_BYTES)
 
     def __post_init__(self) -> None:
         least = TEST_PART * (self.length + 1)
@@ -252,25 +222,10 @@ class Text(Data):
                 f"the text has {len(self.read)} bytes; pieces of {self.length} bytes, a tenth of them for tests, need at least {least}."
             )
 
-    @property
-    def cut(self) -> int:
-        """The index of the first byte of the test split."""
-        return len(self.read) - len(self.read) // TEST_PART
-
-    @property
-    def num_train(self) -> int:
-        """The number of positions at which a training piece may start."""
-        return self.cut - self.length
-
-    @property
-    def num_test(self) -> int:
-        """The number of test pieces."""
-        return min(MAX_TEST_PIECES, (len(self.read) - self.cut) // (self.length + 1))
-
-    @property
-    def num_answers(self) -> int:
-        """The number 256, since the model predicts the next byte."""
-        return NUM_BYTES
+        num_tested = len(self.read) // TEST_PART
+        object.__setattr__(self, "cut", len(self.read) - num_tested)
+        object.__setattr__(self, "num_train", self.cut - self.length)
+        object.__setattr__(self, "num_test", min(MAX_TEST_PIECES, num_tested // (self.length + 1)))
 
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
         """Return an endless iterator of batches of training pieces."""
@@ -288,5 +243,4 @@ class Text(Data):
 
 
 def _shifted(pieces: Tensor) -> Pair:
-    """Return inputs and answers (the next bytes), both (num, length), of pieces of text (num, length + 1)."""
     return pieces[:, :-1].long(), pieces[:, 1:].long()

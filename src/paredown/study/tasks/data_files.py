@@ -48,12 +48,9 @@ READ_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError)  #
 
 
 def read_arrays(path: Path, *, superclass: int | None = None) -> Examples:
-    """Return the pictures in the arrays of an `.npz` file.
-
-    `superclass` keeps only the classes of one superclass, by the arrays `coarse_train` and `coarse_test`.
-    """
+    """Return the pictures of an `.npz`; `superclass` keeps the classes of one, by the arrays `coarse_train` and `coarse_test`."""
     arrays = _loaded(path)
-    splits = _by_name(arrays) or _by_shape(arrays)
+    splits = {kind: array for name, array in arrays.items() if (kind := kind_of(name)) is not None} or _by_shape(arrays)
     missing = [f"{kind}_{split}" for split, kind in NEEDED if (split, kind) not in splits]
     if missing:
         present = ", ".join(f"{name} {array.shape}" for name, array in arrays.items()) or "nothing"
@@ -92,23 +89,12 @@ def kind_of(name: str) -> tuple[str, str] | None:
     return (splits[0], kinds[0]) if len(splits) == len(kinds) == 1 else None
 
 
-def _by_name(arrays: Mapping[str, Array]) -> Arrays:
-    return {kind: array for name, array in arrays.items() if (kind := kind_of(name)) is not None}
-
-
 def _by_shape(arrays: Mapping[str, Array]) -> Arrays:
-    """Return one array of pictures and one of labels, divided into a training and a test split.
-
-    Empty if there are several arrays that could be either, or none.
-    """
+    """Return the only array of pictures and the only one of labels, split; empty if there are none or several."""
     pictures = [array for array in arrays.values() if array.ndim in (3, 4)]
-    labels = [a for a in arrays.values() if pictures and _are_labels(a, len(pictures[0]))]
+    num = len(pictures[0]) if pictures else -1
+    labels = [array for array in arrays.values() if array.shape in ((num,), (num, 1)) and array.dtype.kind != "f"]
     return split(pictures[0], labels[0].reshape(-1)) if len(pictures) == len(labels) == 1 else {}
-
-
-def _are_labels(array: Array, num: int) -> bool:
-    """Return whether an array has one label for each of `num` pictures: (num,) or (num, 1)."""
-    return array.shape in ((num,), (num, 1)) and array.dtype.kind != "f"
 
 
 def split(x: Array, y: Array) -> Arrays:
@@ -134,10 +120,7 @@ def _of_superclass(splits: Arrays, arrays: Mapping[str, Array], number: int, fil
 
 
 def examples_of(splits: Mapping[tuple[str, str], Array], file: str) -> Examples:
-    """Return arrays by (split, kind) as Examples, with classes numbered from 0 in the order of their labels.
-
-    `file` is the name for error messages.
-    """
+    """Return arrays by (split, kind) as Examples, with classes numbered from 0 in order; `file` is the name for errors."""
     labels = {name: _labels(splits[name, "y"], f"y_{name} of {file}") for name in ("train", "test")}
     known = np.unique(labels["train"])
     unknown = np.setdiff1d(labels["test"], known)
@@ -304,7 +287,6 @@ def _folders(folder: Path) -> list[str]:
 
 
 def _pictures(folder: Path, names: Sequence[str], side: int | None) -> tuple[Array, Array]:
-    """Return the pictures in the class folders `names`, (num, height, width, 3) uint8, and their class numbers, from 0."""
     paths = [
         (path, number)
         for number, name in enumerate(names)
@@ -346,10 +328,7 @@ SAVE_WEIGHTS = "Write it by torch.save(model.state_dict(), FILE), from a model o
 
 
 def load_weights(model: nn.Module, path: Path) -> nn.Module:
-    """Return the model with the weights of a state dict that torch.save wrote.
-
-    Parameters of other names or shapes stay as they are, and are logged.
-    """
+    """Return the model with the weights of a saved state dict; parameters of other names or shapes stay, and are logged."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (*READ_ERRORS, RuntimeError, pickle.UnpicklingError) as error:

@@ -47,19 +47,10 @@ from paredown.codec.cpu import load_loops
 from paredown.errors import PlanError, TaskError, TraceError
 from paredown.plan.footprint import peak_of
 from paredown.plan.plan import Plan
+from paredown.study.tasks import training
 from paredown.study.tasks.lookup import find_task
 from paredown.study.tasks.task import Task
 from paredown.study.tasks.task_trace import trace_task
-from paredown.study.tasks.training import (
-    Loop,
-    LossCurve,
-    ProgressCallback,
-    TrainingSetup,
-    judge,
-    task_learning_rate,
-    train,
-    with_scores,
-)
 from paredown.study.tasks.trial import Status, Trial
 from paredown.version import __version__
 
@@ -225,7 +216,7 @@ def evaluate(
     seed: int = 0,
     device: Any = None,
     mode: Any = "store",
-    progress: ProgressCallback | None = None,
+    progress: training.ProgressCallback | None = None,
 ) -> Trial:
     """Train `task`, a Task or a name, under `plan` from `seed`, evaluate it on the test split, and return the trial.
 
@@ -235,14 +226,30 @@ def evaluate(
     return trial_and_model(make_setting(task, plan, seed=seed, device=device, mode=mode), progress)[0]
 
 
-def trial_and_model(setting: TrainingSetup, progress: ProgressCallback | None = None) -> tuple[Trial, nn.Module | None]:
+def trial_and_model(
+    setting: training.TrainingSetup, progress: training.ProgressCallback | None = None
+) -> tuple[Trial, nn.Module | None]:
     """Return the trial of `evaluate`, and the trained model with plain weights (None after running out of memory)."""
-    meter, timer = MemoryMeter(setting.device), StepTimer(setting.device)
+    meter, timer, curve, model = MemoryMeter(setting.device), StepTimer(setting.device), curve_of(setting.task), None
     if setting.device.type == "cpu" and setting.plan.rules:
         load_loops()
     with seeded(setting), deterministic(setting.device):
-        head, begun = empty_trial(setting), time.perf_counter()
-        trial, model = _outcome(head, setting, meter, timer, progress)
+        trial, begun = empty_trial(setting), time.perf_counter()
+        try:
+            trial, model = _trained(trial, setting, curve, (meter, timer), progress)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            requested = REQUESTED.search(str(error))
+            more = f", requested {requested[1]} more" if requested else ""
+            reason = f"out of memory after {curve.step} of {setting.task.steps} steps{more}"
+            trial = replace(trial, status=Status.OUT_OF_MEMORY, reason=reason, curve=tuple(curve.points))
+        finally:
+            meter.stop()
+        if model is None:  # the memory that the exception held is freed
+            gc.collect()
+            if setting.device.type == "cuda":
+                torch.cuda.empty_cache()
     trial = replace(trial, seconds=time.perf_counter() - begun)
     if setting.mode != "store":  # simulate mode saves no memory and allocates more, and its steps take longer
         return trial, model
@@ -251,18 +258,15 @@ def trial_and_model(setting: TrainingSetup, progress: ProgressCallback | None = 
 
 
 def baseline_step_seconds(task: Task, device: Any = None, seed: int = 0) -> float | None:
-    """Return the median seconds of an unmodified step, from NUM_STEPS steps without evaluation.
-
-    None if they run out of memory.
-    """
+    """Return the median seconds of an unmodified step, from NUM_STEPS steps; None if they run out of memory."""
     setting = make_setting(task, Plan(), seed=seed, device=device)
     timer = StepTimer(setting.device)
     try:
         with seeded(setting), deterministic(setting.device):
             batches = task.data.batches(task.batch, seed=seed, device=setting.device)
-            loop = Loop(setting, setting.placed_model(), nullcontext())
+            loop = training.Loop(setting, setting.placed_model(), nullcontext())
             for step, (x, answers) in zip(range(NUM_STEPS), batches, strict=False):
-                loop.step(x, answers, task_learning_rate(task, step))
+                loop.step(x, answers, training.task_learning_rate(task, step))
                 timer.after(step + 1)
         return timer.seconds()
     except (MemoryError, RuntimeError) as error:
@@ -271,18 +275,18 @@ def baseline_step_seconds(task: Task, device: Any = None, seed: int = 0) -> floa
         return None
 
 
-def empty_trial(setting: TrainingSetup) -> Trial:
+def empty_trial(setting: training.TrainingSetup) -> Trial:
     """Return a trial with what is known before it runs: task, plan, seed, predicted peak, device, versions and commit."""
     head = Trial(setting.task.name, setting.plan, setting.seed, Status.DONE, predicted_peak_bytes=_predicted(setting))
     return replace(head, device=device_name(setting.device), versions=versions(), commit=commit())
 
 
-def curve_of(task: Task) -> LossCurve:
+def curve_of(task: Task) -> training.LossCurve:
     """Return an empty loss curve for a run of a task."""
-    return LossCurve(task.steps, blind_loss=task.blind_loss, stops_early=task.stops_early)
+    return training.LossCurve(task.steps, blind_loss=task.blind_loss, stops_early=task.stops_early)
 
 
-def make_setting(task: Any, plan: Any, *, seed: Any = 0, device: Any = None, mode: Any = "store") -> TrainingSetup:
+def make_setting(task: Any, plan: Any, *, seed: Any = 0, device: Any = None, mode: Any = "store") -> training.TrainingSetup:
     """Return the arguments of `evaluate`, checked, as a TrainingSetup."""
     if isinstance(task, Plan):
         raise TaskError("evaluate takes the task first, then the plan: paredown.evaluate(task, plan).")
@@ -291,7 +295,7 @@ def make_setting(task: Any, plan: Any, *, seed: Any = 0, device: Any = None, mod
         raise TaskError(f"evaluate takes a Task, or its name, and a Plan, not {type(task).__name__} and {type(plan).__name__}.")
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise TaskError(f"seed is {seed!r}; it must be a whole number from 0 to 2^63 - 1.")
-    return TrainingSetup(task, plan, seed, find_device(device), mode)
+    return training.TrainingSetup(task, plan, seed, find_device(device), mode)
 
 
 def find_device(device: Any) -> torch.device:
@@ -304,63 +308,40 @@ def find_device(device: Any) -> torch.device:
     return torch.device(wanted)
 
 
-def _outcome(
-    head: Trial, setting: TrainingSetup, meter: MemoryMeter, timer: StepTimer, progress: ProgressCallback | None
-) -> tuple[Trial, nn.Module | None]:
-    """Train, and return the trial, `head` with its results, and the model; None for the model if memory ran out.
-
-    In that case the memory that the exception held is freed.
-    """
-    task, curve = setting.task, curve_of(setting.task)
-    try:
-        return _run(head, setting, curve, meter, timer, progress)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        requested = REQUESTED.search(str(error))
-        more = f", requested {requested[1]} more" if requested else ""
-        reason = f"out of memory after {curve.step} of {task.steps} steps{more}"
-    finally:
-        meter.stop()
-    gc.collect()
-    if setting.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return replace(head, status=Status.OUT_OF_MEMORY, reason=reason, curve=tuple(curve.points)), None
-
-
-def _run(
-    head: Trial, setting: TrainingSetup, curve: LossCurve, meter: MemoryMeter, timer: StepTimer, progress: ProgressCallback | None
+def _trained(
+    head: Trial,
+    setting: training.TrainingSetup,
+    curve: training.LossCurve,
+    meters: tuple[MemoryMeter, StepTimer],
+    progress: training.ProgressCallback | None,
 ) -> tuple[Trial, nn.Module]:
     """Train, evaluate, and return the trial, `head` with its results, and the model; an exception closes the session too."""
 
     def after(step: int) -> None:
-        meter.after(step)
-        timer.after(step)
+        for meter in meters:
+            meter.after(step)
 
     batches = setting.task.data.batches(setting.task.batch, seed=setting.seed, device=setting.device)
-    meter.start()  # after the data, which does not count as memory of a step
+    meters[0].start()  # after the data, which does not count as memory of a step
     model = setting.placed_model()
     with setting.session(model) as session:
-        loop = Loop(setting, model, session)
-        train(loop, batches, curve, after=after, progress=progress)
-        meter.stop()
+        loop = training.Loop(setting, model, session)
+        training.train(loop, batches, curve, after=after, progress=progress)
+        meters[0].stop()
         trial = replace(head, curve=tuple(curve.points))
         if curve.verdict is not None:
             trial = replace(trial, status=curve.verdict.status, reason=curve.verdict.reason)
         if trial.status is Status.DIVERGED:
             return trial, model
-        error, loss = judge(loop)
-    return with_scores(trial, error, loss), model
+        error, loss = training.judge(loop)
+    return training.with_scores(trial, error, loss), model
 
 
 # --- predicted bytes --------------------------------------------------------------------------------------------------
 
 
-def _predicted(setting: TrainingSetup) -> int | None:
-    """Return the predicted peak bytes of a training, or None.
-
-    None if the step cannot be traced, or if a simulated plan has rules for values that no step stores.
-    """
+def _predicted(setting: training.TrainingSetup) -> int | None:
+    """Return the predicted peak bytes; None if the step cannot be traced, or a simulated plan has rules for what no step stores."""
     keys = tuple(key for key, _ in setting.plan.rules)
     if setting.mode != "store" and keys in _refused.get(setting.task, ()):
         return None
@@ -383,7 +364,7 @@ _refused: weakref.WeakKeyDictionary[Task, set[tuple[str, ...]]] = weakref.WeakKe
 
 
 @contextmanager
-def seeded(setting: TrainingSetup) -> Generator[None]:
+def seeded(setting: training.TrainingSetup) -> Generator[None]:
     """Return a context in which torch's random states are those of the seed; the old states are restored after it."""
     devices = [setting.device] if setting.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):

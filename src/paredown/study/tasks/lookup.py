@@ -54,16 +54,8 @@ from torch import nn
 from paredown.errors import TaskError
 from paredown.models import MODELS, OF_PIXELS, OF_TEXT
 from paredown.plan.selectors import closest
+from paredown.study.tasks import data_files
 from paredown.study.tasks.data import NUM_BYTES, Data, Examples, PictureTransform, Text
-from paredown.study.tasks.data_files import (
-    load_weights,
-    read_arrays,
-    read_digits,
-    read_fashion_mnist,
-    read_folder,
-    read_text,
-    scaled,
-)
 from paredown.study.tasks.task import OptimizerSettings, Task
 
 __all__ = ["OptimizerSettings", "Task", "find_task"]
@@ -150,7 +142,10 @@ def named_task(name: str, data: Examples | Text, options: Mapping[str, Any]) -> 
     is_text = isinstance(data, Text)
     model = options.get("model", "gpt" if is_text else "resnet18")
     _check_model(model, is_text=is_text)
-    _refuse(options, PICTURE_OPTIONS if is_text else ("length",), "text" if is_text else "pictures")
+    for option in PICTURE_OPTIONS if is_text else ("length",):
+        if option in options:
+            what = "text" if is_text else "pictures"
+            raise TaskError(f"option {option!r} does not apply to {what} ({OPTIONS[option].note}).")
     data = data if is_text else _prepared(data, model, options)
     build = partial(MODELS[model], **_keywords(model, data, options))
     _check_build(model, build, data)
@@ -169,7 +164,7 @@ def named_task(name: str, data: Examples | Text, options: Mapping[str, Any]) -> 
 def _new_model(build: partial[nn.Module], start: str, seed: int) -> nn.Module:
     """Return `build()`, a new model, with the weights of the file `start` unless that is ""; the caller seeds torch for `seed`."""
     model = build()
-    return load_weights(model, find_file(start, None)) if start and not next(model.parameters()).is_meta else model
+    return data_files.load_weights(model, find_file(start, None)) if start and not next(model.parameters()).is_meta else model
 
 
 def _check_model(model: str, *, is_text: bool) -> None:
@@ -182,18 +177,12 @@ def _check_model(model: str, *, is_text: bool) -> None:
         raise TaskError(f"model {model!r} is not for {'text' if is_text else 'pictures'}. Allowed: {', '.join(fitting)}.")
 
 
-def _refuse(options: Mapping[str, Any], names: tuple[str, ...], what: str) -> None:
-    for name in names:
-        if name in options:
-            raise TaskError(f"option {name!r} does not apply to {what} ({OPTIONS[name].note}).")
-
-
 def _prepared(data: Examples, model: str, options: Mapping[str, Any]) -> Examples:
     """Return the pictures with the transform that `model` needs: three channels for all but the MLP."""
     if "side" in options:
         if options["side"] < 1:
             raise TaskError(f"side is {options['side']}; pictures have at least one pixel.")
-        data = scaled(data, options["side"])
+        data = data_files.scaled(data, options["side"])
     if not 0 <= options.get("shift", 0) < min(data.x_train.shape[-2:]):
         raise TaskError(
             f"shift is {options['shift']}; it must be at least 0 and less than the sides of pictures, {tuple(data.x_train.shape[-2:])}."
@@ -215,7 +204,6 @@ def _keywords(model: str, data: Data, options: Mapping[str, Any]) -> dict[str, A
 
 
 def _check_build(model: str, build: partial[nn.Module], data: Examples | Text) -> None:
-    """Raise TaskError if the model cannot be built and called on the meta device."""
     x = next(data.tests(2, device=torch.device("cpu")))[0].to("meta")
     try:
         with torch.device("meta"):
@@ -270,7 +258,6 @@ def call_user_function(source: Path | str, function: str, options: Mapping[str, 
 
 @contextmanager
 def _errors_as_task_errors(name: str) -> Generator[None]:
-    """Return a context that turns exceptions of the user's code, sys.exit included, into a TaskError with type and text."""
     try:
         yield
     except TaskError:
@@ -280,7 +267,6 @@ def _errors_as_task_errors(name: str) -> Generator[None]:
 
 
 def _imported(path: Path) -> Any:
-    """Import the Python file `path` and return its module; it may import modules of its folder."""
     name = f"paredown_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -292,7 +278,6 @@ def _imported(path: Path) -> Any:
 
 
 def _module(name: str) -> Any:
-    """Import and return the module `name`; the current folder is searched too."""
     with _on_sys_path(Path()):
         return importlib.import_module(name)
 
@@ -310,7 +295,7 @@ def _on_sys_path(folder: Path) -> Generator[None]:
 SHOWN_FUNCTIONS = 8
 LENGTH = 64  # bytes of a training piece of a text
 ALLOWED = "digits, fashion_mnist, images:FILE.npz, images:FOLDER, text:FILE, or path/to/file.py:function"
-WITHOUT_FILE: dict[str, Callable[[], Examples]] = {"digits": read_digits, "fashion_mnist": read_fashion_mnist}
+WITHOUT_FILE: dict[str, Callable[[], Examples]] = {"digits": data_files.read_digits, "fashion_mnist": data_files.read_fashion_mnist}
 WITH_FILE = ("images", "text")
 DATA = "PAREDOWN_DATA"
 DATA_FOLDERS = ("", "images", "text")  # folders of PAREDOWN_DATA that are searched
@@ -331,7 +316,9 @@ def find_task(text: str, folder: str | os.PathLike[str] | None = None) -> Task:
         if kind in WITH_FILE and file:
             return _task_of_file(kind, file, options, root)
         if kind in WITHOUT_FILE and not sign:
-            return named_task(_name(kind, options), _without_file(kind, options), options)
+            if "superclass" in options:
+                raise TaskError(f"{kind} has no superclasses.")
+            return named_task(_name(kind, options), WITHOUT_FILE[kind](), options)
     except TaskError as error:
         raise TaskError(
             str(error) if str(error).startswith("task ") else f"task {portable_text(text)!r}: {error}"
@@ -341,12 +328,6 @@ def find_task(text: str, folder: str | os.PathLike[str] | None = None) -> Task:
     check_has_function(head.strip(), root)
     likely = closest(kind, (*WITHOUT_FILE, *WITH_FILE)).partition(",")[0]
     raise TaskError(f"task {portable_text(text)!r} is unknown. Closest: {likely}. Allowed: {ALLOWED}.")
-
-
-def _without_file(kind: str, options: Mapping[str, Any]) -> Examples:
-    if "superclass" in options:
-        raise TaskError(f"{kind} has no superclasses.")
-    return WITHOUT_FILE[kind]()
 
 
 def check_has_function(head: str, folder: Path | None = None) -> None:
@@ -389,7 +370,7 @@ def _task_of_file(kind: str, file: str, options: Mapping[str, Any], folder: Path
         return named_task(name, _arrays(path, options.get("superclass"), _stamp(path)), options)
     if "superclass" in options:
         raise TaskError("a folder of pictures has no superclasses.")
-    return named_task(name, read_folder(path, side=options.get("side")), options)
+    return named_task(name, data_files.read_folder(path, side=options.get("side")), options)
 
 
 def _text(path: Path, options: Mapping[str, Any]) -> Text:
@@ -398,13 +379,13 @@ def _text(path: Path, options: Mapping[str, Any]) -> Text:
     length = options.get("length", LENGTH)
     if length < 1:
         raise TaskError(f"length is {length}; a piece has at least one byte.")
-    return read_text(path, length)
+    return data_files.read_text(path, length)
 
 
 @lru_cache(maxsize=4)
 def _arrays(path: Path, superclass: int | None, stamp: Stamp) -> Examples:
     """Return the examples in an `.npz` file, cached until the file changes (its `stamp` is another)."""
-    return read_arrays(path, superclass=superclass)
+    return data_files.read_arrays(path, superclass=superclass)
 
 
 def _name(head: str, options: Mapping[str, Any]) -> str:

@@ -67,10 +67,7 @@ def trace_task(
 
 
 def formats_state(plan: Plan) -> bool:
-    """Return whether a plan has rules for weights, gradients or optimizer state.
-
-    The optimizer step of such a plan allocates no temporaries.
-    """
+    """Return whether a plan has formats for weights, gradients or state: its optimizer step allocates no temporaries."""
     return any(Selector.parse(key).role not in (None, Role.ACTIVATION, Role.ERROR, Role.FROZEN) for key, _ in plan.rules)
 
 
@@ -78,11 +75,7 @@ def formats_state(plan: Plan) -> bool:
 def _trace(
     task: Task, device: str | None, has_state_formats: bool, batch_size: int | None, optimizer: str | None, step: tuple[bool, bool]
 ) -> Trace:
-    """Return the trace of one training step of a task; None means the defaults of `trace_task`.
-
-    `has_state_formats`: whether the plan has formats for weights or optimizer state. `step`: whether the step is compiled, and whether its
-    loss is computed in chunks.
-    """
+    """Return the trace of a step; `step`: whether it is compiled, and whether its loss is computed in chunks."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         model, batch = TrainingSetup(task, Plan(), 0, CPU).placed_model(), _first_batch(task)
     if batch_size is not None:
@@ -94,10 +87,7 @@ def _trace(
 
 
 def resized(batch: Any, batch_size: int, new_batch_size: int) -> Any:
-    """Return a batch (tensors in any nesting) with `new_batch_size` examples instead of `batch_size`.
-
-    Changed tensors are on the meta device, with shapes and without values.
-    """
+    """Return a batch (tensors in any nesting) with another number of examples: changed tensors are on the meta device."""
 
     def change(tensor: Tensor) -> Tensor:
         if not tensor.ndim or len(tensor) != batch_size:
@@ -134,10 +124,7 @@ def outline_task(task: Task) -> Outline:
 
 @lru_cache(maxsize=4)
 def _task_by_name(text: str, folder: Path | None) -> Task:
-    """Return the Task with this name, the same object for the same name.
-
-    Traces are cached by Task, and `cached_task` makes those of the user's code anew in each call.
-    """
+    """Return the same Task for the same name, by which traces are cached; `cached_task` makes those of user code anew."""
     return cached_task(text, folder)
 
 

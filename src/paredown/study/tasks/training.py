@@ -56,10 +56,7 @@ class Verdict(NamedTuple):
 
 
 class LossCurve:
-    """The loss curve of a run, which also decides whether the run diverged or is hopeless.
-
-    Points are (step, mean loss since the point before), with steps counted from 1.
-    """
+    """The loss curve of a run, (step from 1, mean loss since the point before), which decides whether it diverged or is hopeless."""
 
     def __init__(self, steps: int, *, blind_loss: float | None = None, stops_early: bool = True) -> None:
         self.points: list[tuple[int, float]] = []
@@ -115,10 +112,7 @@ class LossCurve:
         return None
 
     def _hopeless(self) -> Verdict | None:
-        """Return a verdict STOPPED if the run is no better than random guessing; otherwise None.
-
-        The means of the last quarter and of the last tenth are compared with the loss of guessing.
-        """
+        """Return a verdict STOPPED if the means of the last quarter and of the last tenth are no better than random guessing."""
         quarter_start, tenth_start = self.step - self._steps // 4, self.step - self._steps // 10
         guessing_loss = self._blind_loss if self._blind_loss is not None else self.points[0][1]
         quarter, tenth = self._mean(quarter_start), self._mean(tenth_start)
@@ -161,10 +155,7 @@ def task_learning_rate(task: Task, step: int) -> float:
 
 
 def make_optimizer(settings: OptimizerSettings, model: nn.Module, *, seed: int = 0, mode: Any = "store") -> torch.optim.Optimizer:
-    """Return the optimizer that `settings` names.
-
-    In store mode it is one of `paredown.optim`, with the formats of the model's session.
-    """
+    """Return the optimizer of `settings`: in store mode one of `paredown.optim`, with the formats of the model's session."""
     kind, implied = RULES[settings.optimizer]
     options = {"lr": settings.lr, **implied, **settings.options}
     if kind == "Muon":
@@ -191,10 +182,7 @@ class TrainingSetup:
     mode: Any = "store"
 
     def model(self) -> nn.Module:
-        """Return a new model on the CPU.
-
-        torch is seeded first, so that its random state afterwards depends on the seed alone.
-        """
+        """Return a new model on the CPU. torch is seeded first, so that its random state afterwards depends on the seed alone."""
         torch.manual_seed(self.seed)
         return self.task.make_model(self.seed)
 
@@ -217,9 +205,7 @@ class TrainingSetup:
         """Return the session of the plan on `model`; a context that does nothing for the baseline in store mode."""
         if self.mode == "store" and not (self.plan.rules or self.plan.recompute):
             return nullcontext()
-        if self.mode != "store":
-            return apply(self.plan, model, seed=self.seed, mode=self.mode)
-        return apply(self.plan, model, seed=self.seed)
+        return apply(self.plan, model, seed=self.seed, mode=self.mode)
 
 
 @dataclass
@@ -270,10 +256,7 @@ class Loop:
         return loss.detach()
 
     def _backward(self, loss: Tensor) -> None:
-        """Compute the gradients of the loss.
-
-        With a `loss_factor`, gradients of activations are that many times as large during backward.
-        """
+        """Compute the gradients; with a `loss_factor`, those of activations are that many times as large during backward."""
         factor = self.setting.task.settings.loss_factor
         if factor is None:
             loss.backward()

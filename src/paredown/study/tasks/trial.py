@@ -18,22 +18,9 @@ from enum import Enum
 from statistics import median, stdev
 from typing import Any
 
+from paredown import serial
 from paredown.errors import PlanError
 from paredown.plan.plan import Plan
-from paredown.serial import (
-    COUNT,
-    NUMBER,
-    TEXT,
-    WHOLE,
-    Check,
-    brief,
-    check_fields,
-    is_number,
-    is_text,
-    is_whole,
-    object_parts,
-    or_none,
-)
 from paredown.sizes import say_bytes
 
 VERSION = 1  # of the JSON
@@ -79,9 +66,11 @@ class Trial:
         if not isinstance(self.plan, Plan):
             raise PlanError(f"the plan of a trial is a Plan, not {type(self.plan).__name__}.")
         if not isinstance(self.status, str) or self.status not in tuple(Status):
-            raise PlanError(f"status {brief(self.status)} is unknown. Allowed: {', '.join(status.value for status in Status)}.")
+            raise PlanError(
+                f"status {serial.brief(self.status)} is unknown. Allowed: {', '.join(status.value for status in Status)}."
+            )
         object.__setattr__(self, "status", Status(self.status))
-        check_fields(self, CHECKS, "trial", PlanError)
+        serial.check_fields(self, CHECKS, "trial", PlanError)
         object.__setattr__(self, "curve", tuple((int(step), float(loss)) for step, loss in self.curve))
         object.__setattr__(self, "versions", dict(self.versions))
 
@@ -100,7 +89,6 @@ class Trial:
         return self.step_seconds / self.baseline_step_seconds
 
     def _numbers(self) -> list[str]:
-        """Return texts with name and value of each number that is known, such as "error 0.0250"."""
         texts: list[str] = []
         texts += [f"error {self.error:.4f}"] if self.error is not None else []
         texts += [f"loss {self.loss:.4f}"] if self.loss is not None else []
@@ -119,7 +107,7 @@ class Trial:
     @staticmethod
     def from_json(value: Any) -> Trial:
         """Return the trial whose `to_json` is `value`; PlanError if `value` is not valid."""
-        rest = object_parts(value, "trial", NAMES, REQUIRED, VERSION, PlanError)
+        rest = serial.object_parts(value, "trial", NAMES, REQUIRED, VERSION, PlanError)
         rest["plan"] = Plan.from_json(rest["plan"])
         return Trial(**rest)
 
@@ -129,22 +117,22 @@ REQUIRED = {"version", "task", "plan", "seed", "status"}
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(map(is_text, (*value, *value.values())))
+    return isinstance(value, Mapping) and all(map(serial.is_text, (*value, *value.values())))
 
 
 def _is_curve(value: Any) -> bool:
     pairs = isinstance(value, list | tuple) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
-    return pairs and all(is_whole(step) and is_number(loss) for step, loss in value)
+    return pairs and all(serial.is_whole(step) and serial.is_number(loss) for step, loss in value)
 
 
-CHECKS: dict[str, Check] = {
-    "task": TEXT,
-    "seed": WHOLE,
-    **dict.fromkeys(("error", "loss", "seconds", "step_seconds", "baseline_step_seconds"), or_none(NUMBER)),
-    **dict.fromkeys(("predicted_peak_bytes", "measured_peak_bytes"), or_none(COUNT)),
-    "curve": Check(_is_curve, "pairs of a step and a finite loss"),
-    **dict.fromkeys(("reason", "device", "commit"), TEXT),
-    "versions": Check(_are_texts, "a mapping of texts"),
+CHECKS: dict[str, serial.Check] = {
+    "task": serial.TEXT,
+    "seed": serial.WHOLE,
+    **dict.fromkeys(("error", "loss", "seconds", "step_seconds", "baseline_step_seconds"), serial.or_none(serial.NUMBER)),
+    **dict.fromkeys(("predicted_peak_bytes", "measured_peak_bytes"), serial.or_none(serial.COUNT)),
+    "curve": serial.Check(_is_curve, "pairs of a step and a finite loss"),
+    **dict.fromkeys(("reason", "device", "commit"), serial.TEXT),
+    "versions": serial.Check(_are_texts, "a mapping of texts"),
 }
 
 

@@ -41,21 +41,7 @@ from paredown.check.out_of_memory import is_out_of_memory
 from paredown.codec.runtime_formats import is_live, is_narrow
 from paredown.plan.plan import Plan
 from paredown.simulate.rounded_values import MODES, Simulate
-from paredown.study.sweeps.engines.engine import (
-    PRELOAD,
-    Engine,
-    LocalEngine,
-    RunTrial,
-    TrialResources,
-    cause_of,
-    check_run,
-    deadline_of,
-    kill_group,
-    late,
-    of_error,
-    settle,
-    without_main,
-)
+from paredown.study.sweeps.engines import engine as processes
 from paredown.study.sweeps.engines.graph_lane import InitialStates, Lane, LaneRun, LayoutMismatch, synchronize
 from paredown.study.sweeps.sweep import Claim, EndedTrial, TrialSpec
 from paredown.study.tasks.data import Pair
@@ -158,8 +144,12 @@ class GraphBench:
         """Queue a training; `turn` returns its trial under `key`."""
         queued, reason = QueuedTraining(key, setting), why_alone(setting)
         kind = kind_of(setting) if reason is None else None
-        if kind is None or not _is_hashable(kind):
-            self._leave(queued, reason or "arguments of its model are not hashable, and graphs are found by them")
+        try:
+            hash(kind)
+        except TypeError:  # an argument of the model is a list
+            reason = "arguments of its model are not hashable, and graphs are found by them"
+        if reason is not None:
+            self._leave(queued, reason)
             return
         self._groups.setdefault(kind, GraphGroup()).queue.append(queued)
         self._groups.move_to_end(kind)
@@ -170,10 +160,7 @@ class GraphBench:
         return bool(self._alone or self._begun or any(group.queue for group in self._groups.values()))
 
     def turn(self) -> dict[Any, Trial | LayoutMismatch]:
-        """Queue one step in every busy lane, and return the trials that have ended, by key.
-
-        A run that can share no graph has a LayoutMismatch in place of a trial.
-        """
+        """Queue one step in every busy lane, and return what has ended by key: trials, or a LayoutMismatch for runs without a graph."""
         self._fill()
         results: dict[Any, Trial | LayoutMismatch] = {}
         busy = [lane for group in self._groups.values() for lane in group.lanes if lane.run is not None]
@@ -193,7 +180,6 @@ class GraphBench:
     # --- queues and lanes -----------------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Start queued runs in idle lanes, and in new lanes until `num_lanes` are busy."""
         for group in list(self._groups.values()):
             while group.queue and len(self._begun) < self._num_lanes:
                 queued = group.queue.popleft()
@@ -217,17 +203,13 @@ class GraphBench:
             log.warning("Trials of task %r share no captured graph and run alone: %s.", name, reason)
 
     def _has_freed_memory(self) -> bool:
-        """Free idle lanes after an allocation failed, and return whether a retry may find memory now or later.
-
-        The number of lanes is limited to those that are busy now.
-        """
+        """Free idle lanes after an allocation failed, limit lanes to the busy ones, and return whether a retry may find memory."""
         dropped = self._drop_idle()
         if self._begun:
             self._num_lanes = len(self._begun)
         return dropped or bool(self._begun)
 
     def _drop_idle(self) -> bool:
-        """Free the memory of lanes without a run, and return whether there were any."""
         idle = [lane for group in self._groups.values() for lane in group.idle]
         for group in self._groups.values():
             group.lanes = [lane for lane in group.lanes if lane.run is not None]
@@ -260,7 +242,6 @@ class GraphBench:
                 lane.close()
 
     def _tests_of(self, setting: TrainingSetup) -> list[Pair]:
-        """Return the test batches of a task on the device, cached between runs."""
         key = (setting.task.data, setting.task.batch, str(setting.device))
         if key not in self._tests:
             self._tests[key] = list(setting.task.data.tests(setting.task.batch, device=setting.device))
@@ -272,17 +253,7 @@ class GraphBench:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line of an exception's text, or its type."""
     return str(error).partition("\n")[0][:MAX_REASON_CHARS] or type(error).__name__
-
-
-def _is_hashable(kind: Any) -> bool:
-    """Return whether the key of a group is hashable; it is not if an argument of the model is a list."""
-    try:
-        hash(kind)
-    except TypeError:
-        return False
-    return True
 
 
 # --- The graphs engine ---
@@ -302,22 +273,21 @@ class GpuProcess:
 
 
 @final
-class GraphsEngine(Engine):
+class GraphsEngine(processes.Engine):
     """Runs simulated trials in parallel, `lanes` of them on each GPU, or on the CPU if there is none."""
 
-    def __init__(self, run: RunTrial, *, lanes: int, gpus: Sequence[str] = ()) -> None:
-        check_run(run)
+    def __init__(self, run: processes.RunTrial, *, lanes: int, gpus: Sequence[str] = ()) -> None:
+        processes.check_run(run)
         self._run, self._lanes = run, lanes
         self._gpus: list[str | None] = [*gpus] or [None]
         self.slots = PER_LANE * lanes * len(self._gpus)
         self._children: dict[str | None, GpuProcess] = {}
-        self._others = LocalEngine(run, slots=len(self._gpus), gpus=gpus)
+        self._others = processes.LocalEngine(run, slots=len(self._gpus), gpus=gpus)
         self._later: deque[Claim] = deque()  # trials that will run in a process of their own, when a slot is free
         self._context: Any = get_context("forkserver")
-        self._context.set_forkserver_preload([*PRELOAD, __name__])
+        self._context.set_forkserver_preload([*processes.PRELOAD, __name__])
 
     def start(self, claim: Claim) -> None:
-        """Start a claimed trial; `wait` returns it when it has ended."""
         if claim.spec.settings.mode == "store" or claim.attempt > 1:
             self._start_alone(claim)
             return
@@ -336,16 +306,15 @@ class GraphsEngine(Engine):
 
     def _child(self, gpu: str | None) -> GpuProcess:
         (parent_pipe, child_pipe), (life, child_life) = self._context.Pipe(), self._context.Pipe()
-        arguments = (child_pipe, child_life, self._run, TrialResources(gpu, 1), self._lanes)
+        arguments = (child_pipe, child_life, self._run, processes.TrialResources(gpu, 1), self._lanes)
         process = self._context.Process(target=serve, args=arguments, daemon=False)
-        with without_main():
+        with processes.without_main():
             process.start()
         child_pipe.close()
         child_life.close()
         return GpuProcess(process, parent_pipe, life)
 
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """Return the trials that have ended, after at most `seconds`; empty if none has."""
         pipes = [child.pipe for child in self._children.values()]
         deadlines = [deadline for child in self._children.values() for _, deadline in child.claims.values() if deadline is not None]
         left = min([seconds, *(deadline - time.monotonic() for deadline in deadlines)])
@@ -355,10 +324,7 @@ class GraphsEngine(Engine):
         return ended
 
     def _receive(self, gpu: str | None) -> list[EndedTrial]:
-        """Return the trials that ended in the child process of `gpu`.
-
-        If it has died or a trial is late, these are all of its trials, without results.
-        """
+        """Return the trials that ended in the child process of `gpu`: all of them, without results, if it died or one is late."""
         child = self._children[gpu]
         ended: list[EndedTrial] = []
         try:
@@ -366,7 +332,7 @@ class GraphsEngine(Engine):
                 message = json.loads(child.pipe.recv_bytes())
                 claim = child.claims[message["key"]][0]
                 if message["event"] == BEGUN:
-                    child.claims[claim.key] = (claim, deadline_of(claim))
+                    child.claims[claim.key] = (claim, processes.deadline_of(claim))
                     continue
                 del child.claims[claim.key]
                 if message["event"] == ALONE:
@@ -375,36 +341,35 @@ class GraphsEngine(Engine):
                     ended.append(EndedTrial(claim, Trial.from_json(message["trial"])))
         except (EOFError, OSError):
             child.process.join()
-            return [*ended, *self._drop(gpu, cause_of(child.process.exitcode))]
+            return [*ended, *self._drop(gpu, processes.cause_of(child.process.exitcode))]
         now = time.monotonic()
         overdue = [claim for claim, deadline in child.claims.values() if deadline is not None and now >= deadline]
         for claim in overdue:
             del child.claims[claim.key]
-            ended.append(late(claim))
+            ended.append(processes.late(claim))
         return [*ended, *(self._drop(gpu, "it ran in one process with a trial that exceeded timeout_seconds") if overdue else [])]
 
     def _drop(self, gpu: str | None, reason: str) -> list[EndedTrial]:
         """Kill the child process of one GPU, and return its trials without results but with `reason`, so that they run again."""
         child = self._children.pop(gpu)
-        kill_group(child.process)
+        processes.kill_group(child.process)
         child.pipe.close()
         child.life.close()
         return [EndedTrial(claim, None, reason) for claim, _ in child.claims.values()]
 
     def stop(self) -> None:
-        """Kill all trials that this engine runs."""
         for gpu in list(self._children):
             self._drop(gpu, "")
         self._later.clear()
         self._others.stop()
 
 
-def serve(pipe: Connection, life: Connection, run: Any, resources: TrialResources, lanes: int) -> None:
+def serve(pipe: Connection, life: Connection, run: Any, resources: processes.TrialResources, lanes: int) -> None:
     """Run trials that arrive through `pipe` on one GPU, in a process of its own, until it is closed.
 
     `run.setting(spec)` is the setup of a trial. The process also ends when the parent's end of `life` is closed.
     """
-    settle(life, resources)
+    processes.settle(life, resources)
     with suppress(EOFError, OSError):
         _serve(pipe, run, lanes)
     os._exit(0)
@@ -419,7 +384,7 @@ def _serve(pipe: Connection, run: Any, lanes: int) -> None:
             try:
                 bench.add(key, run.setting(spec))
             except BaseException as error:
-                _send(pipe, key, ENDED, of_error(specs.pop(key), error))
+                _send(pipe, key, ENDED, processes.of_error(specs.pop(key), error))
         results = bench.turn()
         for key in bench.begun:
             _send(pipe, key, BEGUN)

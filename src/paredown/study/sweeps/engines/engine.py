@@ -67,10 +67,7 @@ def run_safely(run: RunTrial, spec: TrialSpec) -> Trial:
 
 
 def of_error(spec: TrialSpec, error: BaseException) -> Trial:
-    """Return a trial whose status and reason describe an exception.
-
-    KeyboardInterrupt is raised again.
-    """
+    """Return a trial whose status and reason describe an exception; KeyboardInterrupt is raised again."""
     if isinstance(error, KeyboardInterrupt):
         raise error
     if isinstance(error, MemoryError):
@@ -138,7 +135,6 @@ class LocalEngine(Engine):
         self._context.set_forkserver_preload([*preload, __name__])
 
     def start(self, claim: Claim) -> None:
-        """Start a claimed trial; `wait` returns it when it has ended."""
         parent_pipe, child_pipe = self._context.Pipe()
         gpu = min(self._gpus, key=[running.gpu for running in self._running].count) if self._gpus else None
         process = self._context.Process(
@@ -155,7 +151,6 @@ class LocalEngine(Engine):
         return [running.pipe for running in self._running]
 
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """Return the trials that have ended, as soon as there are any; empty after `seconds` without one."""
         left = [running.deadline - time.monotonic() for running in self._running if running.deadline is not None]
         connection.wait(self.pipes, timeout=max(0.0, min([seconds, *left])))
         checked = [(running, _ended(running)) for running in self._running]
@@ -163,7 +158,6 @@ class LocalEngine(Engine):
         return [ended for _, ended in checked if ended is not None]
 
     def stop(self) -> None:
-        """Kill all trials that this engine runs."""
         for running in self._running:
             _kill(running)
         self._running = []
@@ -178,10 +172,11 @@ def check_run(run: RunTrial) -> None:
 
 
 def _ended(running: TrialProcess) -> EndedTrial | None:
-    """Return the result of a trial, or a failure if its process died; None while it runs."""
     spec = running.claim.spec
     if running.pipe.poll():
-        trial = _receive(running)
+        trial = None
+        with suppress(EOFError, OSError):  # the pipe was closed without a result
+            trial = Trial.from_json(json.loads(running.pipe.recv_bytes()))
         running.process.join(END_SECONDS)
         reason = "" if trial else cause_of(running.process.exitcode)
         exited = trial is None and (running.process.exitcode or 0) >= 0
@@ -191,14 +186,6 @@ def _ended(running: TrialProcess) -> EndedTrial | None:
         _kill(running)
         return late(running.claim)
     return None
-
-
-def _receive(running: TrialProcess) -> Trial | None:
-    """Return the trial that the child sent; None if the pipe was closed without a result."""
-    try:
-        return Trial.from_json(json.loads(running.pipe.recv_bytes()))
-    except (EOFError, OSError):
-        return None
 
 
 def cause_of(exitcode: int | None) -> str:
@@ -227,7 +214,6 @@ def kill_group(process: BaseProcess) -> None:
 
 
 def _child(pipe: Connection, run: RunTrial, spec: TrialSpec, resources: TrialResources) -> None:
-    """Run one trial in a process of its own, send its result through `pipe`, and end the process."""
     settle(pipe, resources)
     trial = run_safely(run, spec)
     pipe.send_bytes(json.dumps(trial.to_json()).encode())
@@ -236,10 +222,7 @@ def _child(pipe: Connection, run: RunTrial, spec: TrialSpec, resources: TrialRes
 
 
 def settle(pipe: Connection, resources: TrialResources) -> None:
-    """Prepare this process, a new child, for a trial: set its GPU and threads, and let it end when its parent does.
-
-    The parent holds the other end of `pipe`.
-    """
+    """Prepare a new child process for a trial: set GPU and threads, and end it when the parent, which holds `pipe`, ends."""
     os.setsid()  # a process group of its own, which can be killed as a whole
     os.dup2(sys.stderr.fileno(), 1)  # stdout belongs to the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
@@ -280,11 +263,9 @@ class InlineEngine(Engine):
         self._next: Claim | None = None
 
     def start(self, claim: Claim) -> None:
-        """Store a claimed trial, which the next call of `wait` runs."""
         self._next = claim
 
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """Run the trial that was started, if there is one, and return it."""
         if self._next is None:
             return []
         ended = EndedTrial(self._next, run_safely(self._run, self._next.spec))
@@ -292,5 +273,4 @@ class InlineEngine(Engine):
         return [ended]
 
     def stop(self) -> None:
-        """Forget a trial that was started and has not run."""
         self._next = None

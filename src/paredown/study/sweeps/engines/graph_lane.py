@@ -60,10 +60,7 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 
 @dataclass
 class LaneRun:
-    """One training in a lane, with its loss curve and how many steps are queued.
-
-    `num_queued` steps were queued on the device; `is_judged`: the evaluation was queued, too.
-    """
+    """One training in a lane: its loss curve, and what of it is queued on the device."""
 
     setting: TrainingSetup
     head: Trial
@@ -118,7 +115,6 @@ class Lane:
         return self._captured(judge), (x, answers), scores
 
     def _captured(self, call: Replay) -> Replay:
-        """Capture `call` in a CUDA graph, and return the function that replays it; on a CPU `call` itself."""
         states = _random_states(self.setting.device)
         for _ in range(NUM_WARMUPS if self.is_cuda else 1):
             with self._session.capturing():
@@ -158,17 +154,14 @@ class Lane:
         self.run = run  # last: nothing raises after this
 
     def advance(self, *, blocks: bool) -> Trial | None:
-        """Queue the next step or the evaluation, and return the trial once its results are on the host.
-
-        `blocks`: wait until they are.
-        """
+        """Queue the next step or the evaluation, and return the trial once its results are on the host; `blocks` waits for them."""
         run = self.run
         assert run is not None
         task = run.setting.task
         with self._in_stream():
             if run.curve.verdict is None and run.num_queued < task.steps:
                 self._queue_step(run)
-            elif self._needs_judging(run):
+            elif not run.is_judged and (run.curve.verdict is None or run.curve.verdict.status is Status.STOPPED):
                 self._queue_judging(run)
             elif self._has_arrived(run, blocks=blocks):
                 self.run = None
@@ -192,10 +185,6 @@ class Lane:
         while self._points and run.curve.verdict is None and (len(self._points) > limit or _is_ready(self._points[0])):
             run.curve.point(_received(self._points.popleft()).item())
 
-    def _needs_judging(self, run: LaneRun) -> bool:
-        verdict = run.curve.verdict
-        return not run.is_judged and (verdict is None or verdict.status is Status.STOPPED)
-
     def _queue_judging(self, run: LaneRun) -> None:
         run.is_judged = True
         scores: list[Tensor] = []
@@ -208,10 +197,7 @@ class Lane:
         self._results = self._sent(torch.stack(scores))
 
     def _has_arrived(self, run: LaneRun, *, blocks: bool) -> bool:
-        """Return whether all queued losses and scores of a run are on the host; if so, complete its loss curve.
-
-        `blocks`: wait until they are, and return True.
-        """
+        """Return whether all losses and scores of a run are on the host, and then complete its curve; `blocks` waits for them."""
         if not blocks and self._results is not None and not _is_ready(self._results):
             return False
         while self._points and run.curve.verdict is None:
@@ -276,7 +262,6 @@ def _received(sent: tuple[Tensor, Any]) -> Tensor:
 
 
 def _random_states(device: torch.device) -> Any:
-    """Return the states of the random number generators of device and host."""
     on_device = torch.cuda.default_generators[device.index or 0].get_offset() if device.type == "cuda" else 0
     return on_device, torch.get_rng_state().numpy().tobytes(), random.getstate()
 

@@ -98,17 +98,10 @@ class RayTrial:
     host: str | None = None
     deadline: float | None = None
 
-    def started(self, host: str) -> RayTrial:
-        """Return this trial as one that starts now on `host`."""
-        return replace(self, host=host, deadline=deadline_of(self.claim))
-
 
 @final
 class RayEngine(Engine):
-    """An engine that runs trials as Ray tasks, in a process each.
-
-    `slots`: trials in parallel; None: as many as the cluster's nodes have resources for.
-    """
+    """An engine that runs trials as Ray tasks, a process each; `slots` None: as many as the cluster's nodes have resources for."""
 
     def __init__(self, run: RunTrial, *, slots: int | None = None, options: RayOptions | None = None) -> None:
         options = options or RayOptions()
@@ -123,11 +116,9 @@ class RayEngine(Engine):
         self._running: dict[Any, RayTrial] = {}
 
     def start(self, claim: Claim) -> None:
-        """Start a trial, or queue it until a node of the cluster has the resources."""
         self._running[self._remote.remote(self._run, claim.spec)] = RayTrial(claim)
 
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """Return the trials that have ended, as soon as there are any; empty after `seconds` without one."""
         end = time.monotonic() + seconds
         while True:
             deadlines = [trial.deadline for trial in self._running.values() if trial.deadline is not None]
@@ -138,13 +129,11 @@ class RayEngine(Engine):
                 return ended
 
     def stop(self) -> None:
-        """Kill all trials that this engine runs."""
         for values in self._running:
             self._ray.cancel(values, force=True)
         self._running = {}
 
     def _read(self, values: Any) -> EndedTrial | None:
-        """Return the result of a trial that has ended; None if the message only says that it has started."""
         trial, exceptions = self._running[values], self._ray.exceptions
         try:
             host, result = json.loads(self._ray.get(next(values)))
@@ -155,7 +144,7 @@ class RayEngine(Engine):
         except exceptions.RayError as error:
             return self._died(values, f"Ray lost it, as when its node dies: {type(error).__name__}")
         if result is None:
-            self._running[values] = trial.started(host)
+            self._running[values] = replace(trial, host=host, deadline=deadline_of(trial.claim))
             return None
         del self._running[values]
         return EndedTrial(trial.claim, Trial.from_json(result), host=host)
@@ -164,7 +153,6 @@ class RayEngine(Engine):
         return EndedTrial(self._running.pop(values).claim, None, reason)
 
     def _end_late(self) -> list[EndedTrial]:
-        """Kill the trials whose time limit has passed, and return their results."""
         now, ended = time.monotonic(), list[EndedTrial]()
         for values, trial in list(self._running.items()):
             if trial.deadline is not None and now >= trial.deadline:
@@ -174,7 +162,6 @@ class RayEngine(Engine):
         return ended
 
     def _num_fitting(self, options: RayOptions) -> int:
-        """Return the number of trials that the cluster has resources for; SweepError if there is none."""
         group = getattr(options.placement, "placement_group", None)
         nodes = [node for node in self._ray.nodes() if node["Alive"] and has_labels(node["Labels"], options.labels)]
         places = list(group.bundle_specs) if group is not None else [node["Resources"] for node in nodes]
@@ -258,7 +245,6 @@ def _join(runtime_env: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _refused_by_ray(call: Any) -> Any:
-    """Return the value of `call()`; if Ray raises a ValueError or TypeError, raise a SweepError with Ray's message."""
     try:
         return call()
     except (TypeError, ValueError) as error:
