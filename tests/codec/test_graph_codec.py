@@ -34,7 +34,7 @@ PLAIN = (
     "int2/6@fp32",
 )
 AFFINE = (
-    *("uint8/64@bf16+bf16", "uint8/5@e8m0+bf16", "uint4/64@bf16+bf16", "uint4/9@fp32+fp32", "uint2/32@bf16+bf16"),
+    *("uint8/64@bf16+bf16", "uint8/5@e8m0+bf16", "uint4/32@bf16+bf16", "uint4/9@fp32+fp32", "uint2/32@bf16+bf16"),
     "uint1/64@bf16+fp32",
 )
 FLOATS = ("e4m3fn/64@bf16", "e4m3fn/7@e8m0", "e5m2/32@e8m0", "e5m2/64@fp32", "e4m3fn", "e5m2", "bf16", "fp16")
