@@ -57,7 +57,7 @@ def test_the_preset_of_4_bits_has_half_the_error_of_stochastic_symmetric_blocks(
     ratios = list[float]()
     for name in ALL:
         plain, preset = model_step(name, None)[0], model_step(name, Plan.preset("activations4"))[0]
-        stochastic = model_step(name, Plan.uniform(activation=INT4, rounding="stochastic"))[0]
+        stochastic = model_step(name, activations(INT4, "stochastic"))[0]
         ratios.append(relative_error(preset, plain) / relative_error(stochastic, plain))
     assert median(ratios) == pytest.approx((4.1 / 15) / (5.2 / 14) * sqrt(1 / 2), rel=0.15)
 
@@ -121,7 +121,7 @@ def test_the_check_sees_rounding_that_is_not_right_on_average() -> None:
 
 def test_another_seed_and_another_step_draw_other_bits() -> None:
     net, x = Net(lambda net, x: net.b(net.a(x))), rows()
-    plan = Plan.uniform(activation=INT4, rounding="stochastic")
+    plan = activations(INT4, "stochastic")
     with apply(plan, net, seed=1):
         one, two = step(net, x), step(net, x)
     with apply(plan, net, seed=1):
