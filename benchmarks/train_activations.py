@@ -55,11 +55,12 @@ class Size:
     num_layers: int = 0
     length: int = 0
     num_judged: int = 1 << 30  # test examples
+    autocasts: bool = True  # to bfloat16, which most CPUs multiply slowly
 
 
-RESNET, SMALL_RESNET, QUICK_RESNET = Size(64, 1100, 128), Size(8, 300, 64), Size(8, 12, 32, num_judged=256)
+RESNET, SMALL_RESNET, QUICK_RESNET = Size(64, 1100, 128), Size(8, 200, 32, autocasts=False), Size(8, 12, 32, num_judged=256)
 TRANSFORMER, QUICK_TRANSFORMER = Size(256, 600, 64, 6, 256, 2048), Size(32, 12, 4, 2, 64, 64)
-SMALL_TRANSFORMER = Size(64, 400, 16, 3, 64, 1024)
+SMALL_TRANSFORMER = Size(32, 400, 16, 2, 64, 512, autocasts=False)
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def run(task: Task, way: Way, seed: int, device: str) -> Row:
     with applied(way, model, seed):
         train_loss = train(task, model, torch.Generator(device).manual_seed(1000 + seed), device)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=task.size.autocasts):
         value = task.judge(model.eval())
     better = value > 1.2 * task.guessing if task.larger_is_better else value < task.guessing
     status = "done" if math.isfinite(train_loss) and math.isfinite(value) and better else "diverged"
@@ -251,7 +252,7 @@ def train(task: Task, model: nn.Module, source: torch.Generator, device: str) ->
     loss = torch.tensor(math.nan)
     for step in range(num_steps):
         x, target = task.batches(task.size.batch, source)
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16, enabled=task.size.autocasts):
             loss = task.loss(model(x), target)
         loss.backward()
         update(task, model, optimizer, step)
