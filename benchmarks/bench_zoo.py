@@ -3,9 +3,11 @@
     python benchmarks/bench_zoo.py                                # one GPU with transformers: all networks, all ways
     python benchmarks/bench_zoo.py --model dit bert --ways compiled,int8 --predict
     python benchmarks/bench_zoo.py --quick --model vit            # small networks on the CPU: whether it runs, no figures
+    python benchmarks/bench_zoo.py --quick --jobs 1 --warm 16 --ways eager,eager-int4,eager-int4/64@bf16:stochastic --out benchmarks/results
 
 The networks are those of zoo_networks.py. Ways: compiled (plain torch.compile), int8 and int4 (the presets activations8 and activations4,
-compiled by the session), eager, eager-int8 and eager-int4, all under bf16 autocast with fused AdamW. Ratios are to the unmodified step in
+compiled by the session), eager, eager-int8 and eager-int4, all under bf16 autocast with fused AdamW; a format in place of a preset, and a
+rounding behind it, are a plan for all activations. Ratios are to the unmodified step in
 the same mode, in the same process, in turns (zoo_worker.py). --predict: the peaks of all steps, before they run.
 
 Up to --jobs processes compile at the same time, one network each. A network whose ways are compiled is timed at once, while the processes
@@ -109,7 +111,7 @@ class Queue:
         lock = self.folder / "device.lock"
         late = max(self.left - self.options.reserve, 1.0)
         request = {"network": name, "device": self.device, "ways": self.options.ways, "predicts": self.options.predict}
-        request |= {"deadline": late, "lock": str(lock)}
+        request |= {"warm": self.options.warm, "deadline": late, "lock": str(lock)}
         num_threads = max(2, (os.cpu_count() or 2) // 2)  # processes compile kernels at different times
         process = Process([sys.executable, str(WORKER), json.dumps(request)], self.folder / name, num_threads)
         self.replies[threads.submit(process.reply, max(self.left, 1.0))] = name, process
@@ -253,6 +255,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--within", type=float, default=500, help="seconds after which all processes are killed")
     parser.add_argument("--reserve", type=float, default=40, help="seconds before --within at which compilation ends")
     parser.add_argument("--predict", action="store_true", help="predict all peaks")
+    parser.add_argument("--warm", type=int, default=0, help="unmodified steps before gradients are compared")
     options = parser.parse_args()
     unknown = [name for name in options.model or () if name not in ZOO]
     if unknown:

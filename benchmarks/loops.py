@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import paredown as pare
+from paredown.plan.storage import Assignment
 
 PACKAGES = ("torch", "triton", "numpy", "torchvision", "transformers")
 GIB = 2**30
@@ -34,13 +35,12 @@ class Way:
     name: str
     activation: str | None = None
     checkpointing: bool = False
+    asked: str | None = None  # the rounding; None: the default
 
     @property
     def rounding(self) -> str | None:
-        """Stochastic under 8 bits."""
-        if self.activation is None:
-            return None
-        return "stochastic" if pare.Format.parse(self.activation).element.width < 8 else "nearest_even"
+        """The rounding of activations; None if they are not packed."""
+        return None if self.activation is None else Assignment.parse(self.activation, self.asked).resolved_rounding.value
 
     @property
     def kind(self) -> str | None:

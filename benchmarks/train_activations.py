@@ -2,6 +2,7 @@
 
     PAREDOWN_DATA=folder python benchmarks/train_activations.py     # one GPU; --data folder does the same
     python benchmarks/train_activations.py --model gpt --seeds 0 1  # some of it
+    python benchmarks/train_activations.py --small --seeds 0 1 2 3 4 5  # narrow ones on the CPU
     python benchmarks/train_activations.py --quick                  # a few steps of small ones on the CPU
 
 ResNet-18 learns CIFAR-10 (images/cifar10.npz, a subset; accuracy on its test part), a small GPT learns English byte by byte
@@ -31,7 +32,13 @@ from paredown.models import MODELS
 from paredown.models.transformer import token_loss
 from paredown.study.tasks.training import learning_rate
 
-WAYS = (BASELINE, *(Way(text, text) for text in ("int8/64@bf16", "uint4/64@bf16+bf16", "uint2/64@bf16+bf16")))
+ROUNDINGS = ("nearest_even", "stochastic")
+FOUR_BITS = ("int4/64@bf16", "uint4/64@bf16+bf16", "uint4/32@bf16+bf16")
+WAYS = (
+    BASELINE,
+    Way("int8/64@bf16", "int8/64@bf16"),
+    *(Way(f"{text} {asked}", text, asked=asked) for text in (*FOUR_BITS, "uint2/64@bf16+bf16") for asked in ROUNDINGS),
+)
 NUM_BYTES = 256
 CHECK_EVERY = 50  # steps between looks at the loss
 PAD = 4  # pixels that a crop may move
@@ -40,7 +47,7 @@ EXAMPLES_AT_ONCE = 512  # when judging
 
 @dataclass(frozen=True)
 class Size:
-    """How much is trained."""
+    """How much is trained: by default at full size, with --small or --quick on the CPU."""
 
     width: int  # channels of the ResNet, or dimension of the GPT
     num_steps: int
@@ -48,10 +55,12 @@ class Size:
     num_layers: int = 0
     length: int = 0
     num_judged: int = 1 << 30  # test examples
+    autocasts: bool = True  # to bfloat16, which most CPUs multiply slowly
 
 
-RESNET, QUICK_RESNET = Size(64, 1100, 128), Size(8, 12, 32, num_judged=256)
+RESNET, SMALL_RESNET, QUICK_RESNET = Size(64, 1100, 128), Size(8, 200, 32, autocasts=False), Size(8, 12, 32, num_judged=256)
 TRANSFORMER, QUICK_TRANSFORMER = Size(256, 600, 64, 6, 256, 2048), Size(32, 12, 4, 2, 64, 64)
+SMALL_TRANSFORMER = Size(32, 400, 16, 2, 64, 512, autocasts=False)
 
 
 @dataclass(frozen=True)
@@ -94,6 +103,7 @@ class Row:
     mean: float | None = None
     deviation: float | None = None  # of the seeds, one less than their number in the divisor
     mean_difference: float | None = None  # from the baseline with the same seeds
+    standard_error: float | None = None  # of that mean
     num_diverged: int | None = None
     error: str | None = None
 
@@ -229,7 +239,7 @@ def run(task: Task, way: Way, seed: int, device: str) -> Row:
     with applied(way, model, seed):
         train_loss = train(task, model, torch.Generator(device).manual_seed(1000 + seed), device)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=task.size.autocasts):
         value = task.judge(model.eval())
     better = value > 1.2 * task.guessing if task.larger_is_better else value < task.guessing
     status = "done" if math.isfinite(train_loss) and math.isfinite(value) and better else "diverged"
@@ -242,7 +252,7 @@ def train(task: Task, model: nn.Module, source: torch.Generator, device: str) ->
     loss = torch.tensor(math.nan)
     for step in range(num_steps):
         x, target = task.batches(task.size.batch, source)
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16, enabled=task.size.autocasts):
             loss = task.loss(model(x), target)
         loss.backward()
         update(task, model, optimizer, step)
@@ -288,6 +298,7 @@ def summary(rows: Sequence[Row], plain: Sequence[Row]) -> Row:
         mean=statistics.mean(values.values()) if values else None,
         deviation=statistics.stdev(values.values()) if len(values) > 1 else None,
         mean_difference=statistics.mean(differences) if differences else None,
+        standard_error=statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else None,
         num_diverged=sum(row.status == "diverged" for row in rows),
     )
 
@@ -303,7 +314,8 @@ def line(row: Row) -> str:
     if row.seed is None:
         diverged = f"  {row.num_diverged} DIVERGED" if row.num_diverged else ""
         against = number(row.mean_difference, "+.4f")
-        return f"{head} {row.metric} {number(row.mean)} +- {number(row.deviation)}  {against} against the baseline{diverged}"
+        figures = f"{row.metric} {number(row.mean)} +- {number(row.deviation)}  {against} ({number(row.standard_error)})"
+        return f"{head} {figures} against the baseline{diverged}"
     peak = "" if row.peak_bytes is None else f"  peak {row.peak_bytes / 2**20:.0f} MiB"
     figures = f"{row.metric} {number(row.value)}  train loss {number(row.train_loss)}  {number(row.seconds, '.1f')} s{peak}"
     return f"{head} seed {row.seed}  {figures}  {row.error or row.status}"
@@ -318,18 +330,23 @@ def parse_options() -> argparse.Namespace:
         "--plan", nargs="+", default=[""], help="only variants whose name contains one of these; the baseline always runs"
     )
     parser.add_argument("--share", type=float, default=1.0, help="of the steps, where time is short")
+    parser.add_argument("--small", action="store_true", help="narrow networks on the CPU")
     return parser.parse_args()
 
 
 def main() -> None:
     """Seed by seed all tasks and ways, so that what is there when it is stopped can be compared; then what they have in common."""
     options = parse_options()
-    device = "cpu" if options.quick else "cuda"
+    device = "cpu" if options.quick or options.small else "cuda"
     torch.backends.cudnn.benchmark = True
-    makers = {"resnet18": (picture_task, QUICK_RESNET, RESNET), "gpt": (text_task, QUICK_TRANSFORMER, TRANSFORMER)}
+    makers = {
+        "resnet18": (picture_task, QUICK_RESNET, SMALL_RESNET, RESNET),
+        "gpt": (text_task, QUICK_TRANSFORMER, SMALL_TRANSFORMER, TRANSFORMER),
+    }
     tasks = []
-    for make, quick, full in (maker for name, maker in makers.items() if not options.model or name in options.model):
-        size = quick if options.quick else replace(full, num_steps=int(options.share * full.num_steps))
+    for make, quick, small, full in (maker for name, maker in makers.items() if not options.model or name in options.model):
+        size = small if options.small else full
+        size = quick if options.quick else replace(size, num_steps=int(options.share * size.num_steps))
         tasks.append(make(options.data, device, size))
     ways = chosen(WAYS, options.plan)
     log, rows = Log("train_activations.json", device, options), []

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +33,7 @@ from zoo_networks import ZOO, Network, moved
 import paredown as pare
 
 PRESETS = {"int8": "activations8", "int4": "activations4"}
+WARM_LR = 3e-4  # of the steps before gradients are compared
 CYCLES_PER_SECOND = 2e9  # of an H200, at most
 ROUNDS, STEPS = 3, 4
 LATE = "not ready at the deadline (--within less --reserve)"
@@ -65,6 +66,7 @@ class Worker:
     stack: ExitStack
     predicts: bool = False
     deadline: float = math.inf  # on the clock of time.perf_counter; a way that is not ready by then has no row
+    weights: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # after the steps of --warm
     reference: list[Tensor | None] = field(default_factory=list[Tensor | None])  # gradients of the float32 step
     unmodified: dict[bool, list[Tensor | None]] = field(default_factory=dict[bool, list[Tensor | None]])  # by is_eager
     traces: dict[bool, pare.Trace] = field(default_factory=dict[bool, pare.Trace])
@@ -79,12 +81,29 @@ class Worker:
         torch.manual_seed(0)
         with torch.device(self.device):
             model = self.network.model(small=self.is_small)
+        if self.weights:
+            model.load_state_dict(self.weights)
         return model, moved(self.network.batch(self.is_small), self.device)
 
+    def warm(self, num_steps: int) -> None:
+        """Train the weights that all variants begin with for some unmodified steps in float32."""
+        model, batch = self.model_and_batch()
+        optimizer = torch.optim.AdamW(model.parameters(), WARM_LR)
+        for _ in range(num_steps):
+            forward(model, batch)[0].backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.weights = {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
 
-def plan_of(way: Way) -> pare.Plan | None:
-    """The preset of a way; None for an unmodified one."""
-    return pare.Plan.preset(PRESETS[way.bits]) if way.bits else None
+
+def way_and_plan(name: str) -> tuple[Way, pare.Plan | None]:
+    """The way of a name and its plan: a preset, or a format and its rounding, such as eager-uint4/32@bf16+bf16:stochastic."""
+    mode, _, text = name.partition("-")
+    if "/" not in text:
+        way = Way.parse(name)
+        return way, pare.Plan.preset(PRESETS[way.bits]) if way.bits else None
+    format, _, rounding = text.partition(":")
+    return replace(Way.parse(mode), name=name), pare.Plan.uniform(activation=format, rounding=rounding or None)
 
 
 def gradients(model: nn.Module) -> list[Tensor | None]:
@@ -116,9 +135,9 @@ def float32_gradients(worker: Worker) -> list[Tensor | None]:
     return found
 
 
-def prepared(worker: Worker, way: Way) -> Variant:
+def prepared(worker: Worker, way: Way, plan: pare.Plan | None) -> Variant:
     """A variant after its first steps, with its compile time and its distances from other gradients."""
-    before, plan = allocated(worker.device), plan_of(way)
+    before = allocated(worker.device)
     model, batch = worker.model_and_batch()
     columns: dict[str, Any] = {"predicted_bytes": predicted(worker, way, plan, model, batch) if worker.predicts else None}
     session = None if plan is None else worker.stack.enter_context(pare.apply(plan, model, seed=0))
@@ -267,7 +286,7 @@ def measured(worker: Worker, ways: Sequence[str], ready: Callable[[], None]) -> 
         torch.compiler.reset()
         try:
             with interrupted(worker.deadline):
-                variants.append(prepared(worker, Way.parse(name)))
+                variants.append(prepared(worker, *way_and_plan(name)))
         except Exception as error:
             is_late = time.perf_counter() > worker.deadline
             rows[name]["failure"] = LATE if is_late else failure(first_cause(error))
@@ -292,6 +311,8 @@ def main() -> None:
             lock_autotuning(lock)
         with ExitStack() as stack:
             worker = Worker(ZOO[request["network"]], request["device"], lock, stack, request["predicts"], deadline)
+            if request.get("warm"):
+                worker.warm(request["warm"])
             return measured(worker, request["ways"], ready)
 
     serve(make)

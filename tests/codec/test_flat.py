@@ -21,7 +21,7 @@ from tests.support.emulated_gpu import emulate_gpu
 flat = pytest.importorskip("paredown.codec.kernels.flat")
 launch = pytest.importorskip("paredown.codec.kernels.launch")
 masks = pytest.importorskip("paredown.codec.kernels.masks")
-FORMATS = ("int8/64@bf16", "e4m3fn/64@bf16", "int4/32@fp32", "uint4/64@bf16+bf16", "uint2/64@bf16+fp32", "e2m1fn/32@e8m0")
+FORMATS = ("int8/64@bf16", "e4m3fn/64@bf16", "int4/32@fp32", "uint4/32@bf16+bf16", "uint2/64@bf16+fp32", "e2m1fn/32@e8m0")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter; a GPU does not
 SEED = Seed(7, tensor=3, step=11)
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 PLAIN = listed("int8/64@bf16 int8/5@fp32 int8/32@e8m0 int4/64@bf16 int4/7@bf16 int4/32@e8m0 int2/16@bf16 int2/6@fp32")
 AFFINE = (
-    *("uint8/64@bf16+bf16", "uint8/5@e8m0+bf16", "uint4/64@bf16+bf16", "uint4/9@fp32+fp32", "uint2/32@bf16+bf16"),
+    *("uint8/64@bf16+bf16", "uint8/5@e8m0+bf16", "uint4/32@bf16+bf16", "uint4/9@fp32+fp32", "uint2/32@bf16+bf16"),
     "uint1/64@bf16+fp32",
 )
 FLOATS = ("e4m3fn/64@bf16", "e4m3fn/7@e8m0", "e5m2/32@e8m0", "e5m2/64@fp32", "e4m3fn", "e5m2", "bf16", "fp16")

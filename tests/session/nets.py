@@ -39,9 +39,9 @@ def pictures(num: int = 4, channels: int = 3, side: int = 32, seed: int = 1) -> 
     return torch.randn(num, channels, side, side, generator=torch.Generator().manual_seed(seed))
 
 
-def activations(format: str | None) -> Plan:
+def activations(format: str | None, rounding: str | None = None) -> Plan:
     """A plan with every activation in one format; None for unmodified."""
-    return Plan.uniform(activation=format)
+    return Plan.uniform(activation=format, rounding=rounding)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:

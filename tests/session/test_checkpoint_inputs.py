@@ -171,7 +171,7 @@ def test_presets_store_8_bits_and_a_rule_that_names_the_slots_may_use_fewer(mode
     with apply(preset.recomputing("layers.*") if mode == BY_PLAN else preset, model) as session:
         step(model)
         row = session.explain().of("layers.1:checkpoint.input")
-    assert (row.asked, row.now) == (INT4, INT8)
+    assert (row.asked, row.now) == ("uint4/32@bf16+bf16", INT8)
     assert "a checkpointed layer runs again from it in backward" in row.why
     with apply(plan_of(INT4, mode), model) as session:
         step(model)
@@ -179,7 +179,7 @@ def test_presets_store_8_bits_and_a_rule_that_names_the_slots_may_use_fewer(mode
 
 
 def test_resumed_sessions_round_with_the_same_bits() -> None:
-    model, plan = Stack(NON_REENTRANT), plan_of(INT4, NON_REENTRANT)
+    model, plan = Stack(NON_REENTRANT), Plan().set("*:checkpoint.input", INT4, rounding="stochastic")
     with apply(plan, model, seed=5) as session:
         step(model)
         state, second = session.state_dict(), step(model)

@@ -77,7 +77,7 @@ def test_what_modules_save_is_packed_when_the_step_calls_them(name: str) -> None
 
 def test_passes_through_the_model_have_the_bits_they_had_between_passes_through_modules() -> None:
     """Slots have the same names, so that the same step of a fresh session with the same number of passes draws the same bits."""
-    plan, found = activations("int4/64@bf16"), list[list[Tensor]]()
+    plan, found = activations("int4/64@bf16", "stochastic"), list[list[Tensor]]()
     for mixes in (True, False):
         net = coder()
         with apply(plan, net) as session:

@@ -148,6 +148,7 @@ class Run:
         return [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_mask_is_packed_with_the_codes_of_the_same_tensor(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skips = (False, False, False, True, False, False)
@@ -169,6 +170,7 @@ def test_a_mask_is_packed_with_the_codes_of_the_same_tensor(device: str, monkeyp
         )
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns in the interpreter
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_tensor_that_is_modified_before_its_mask_is_packed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(device, (device,), monkeypatch)

@@ -212,7 +212,7 @@ def test_another_count_of_passes_has_other_random_bits() -> None:
 def test_blocks_are_rounded_by_the_codec() -> None:
     net, x = Forked(), pictures(2, side=8)
     plain = net(x).detach()
-    apply(Plan.uniform().set("fc:output", "int4/4@fp32"), net, mode="simulate")
+    apply(Plan.uniform().set("fc:output", "int4/4@fp32", rounding="stochastic"), net, mode="simulate")
     assert torch.equal(net(x), round_trip(plain, "int4/4@fp32", rounding="stochastic", seed=_seed("fc:output")))
 
 

@@ -5,7 +5,7 @@ Checkpointing adds no error and costs a forward pass of each layer, so it follow
 
     None     where formats would be slower or their errors large (`quickest_plan`). With `levels` of the caller, or a method that only
              serves comparisons: only if no plan without it fits, and then as few layers as bring the error to that of all activations
-             in the second format of the ladder (int4)
+             in the second format of the ladder (uint4)
     True     also if no plan without it keeps the error at or below that of all activations in the first format of the ladder (int8): as
              few layers as bring it there
     False    never
@@ -22,7 +22,7 @@ layers, a larger budget never gives more error.
                      larger error, or would pack weights or optimizer state, which costs time and needs paredown.optim
 
 Of those whose error is at most that of all activations in the first format of the ladder (int8), it takes the one of least
-predicted time; if there is none, the same with the second format (int4); if there is none, the one of least error. So a plan is
+predicted time; if there is none, the same with the second format (uint4); if there is none, the one of least error. So a plan is
 never predicted to be slower than checkpointing alone, where that is enough.
 
 In a compiled step the choices are the tensors that backward can recompute (`Slot.recomputation`), in place of layers; the text above holds

@@ -17,7 +17,6 @@ import numpy as np
 
 from paredown.assignment.sensitivity import Sensitivities
 from paredown.assignment.storage_options import (
-    LADDER,
     ErrorOf,
     Ints,
     Item,
@@ -47,7 +46,8 @@ from paredown.plan.trace import Trace
 from paredown.roles import Role
 from paredown.sizes import say_bytes, say_bytes_twice
 
-LEVELS: Ladder = (None, Format.parse("bf16"), *LADDER[1:])
+# one for each width: a slot whose error is too large gains little from a shorter block
+LEVELS: Ladder = (None, *(Format.parse(text) for text in ("bf16", "int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")))
 CURRENT = "current"  # name of the option that the plan has
 CLEARLY_BETTER = 0.9  # `replan` needs a predicted error below this share of the current one
 

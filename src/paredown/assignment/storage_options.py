@@ -5,7 +5,7 @@ that are recomputed from another one (autograd/rematerialization.py). A paramete
 which none or some are packed (plan/byte_intervals.py).
 
     item                       options: unmodified, then of fewer and fewer bits; each has its bytes over time and a predicted error
-    layers.0.mlp.1:input       unmodified | int8 | int4 | uint2;   layers.0.mlp.2:input is recomputed from it and takes no bytes
+    layers.0.mlp.1:input       unmodified | int8 | uint4 | int4 | uint2;   layers.0.mlp.2:input is recomputed from it and takes no bytes
     layers.0.mlp.0.weight      full | moments8 | safe | half | lpmm | lpmm4, with packed or plain gradients
     a frozen weight            full | frozen8 | frozen4
 
@@ -54,7 +54,10 @@ from paredown.roles import Role
 Ladder = tuple[Format | None, ...]  # formats, the best first; None: unmodified
 Ints = NDArray[np.int64]
 ErrorOf = Callable[[Slot, Format], float]
-LADDER: Ladder = (None, *(Format.parse(text) for text in ("int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")))
+LADDER: Ladder = (
+    None,
+    *(Format.parse(text) for text in ("int8/64@bf16", "uint4/32@bf16+bf16", "int4/64@bf16", "uint2/64@bf16+bf16")),
+)
 MOST_FREE_SLOTS = 2  # up to this many slots of an item have independent formats; more have the same one
 OF_WEIGHT = (Role.WEIGHT.value, Role.RESIDUE.value)
 Rows = Mapping[str, Mapping[str, str]]  # name -> role -> format

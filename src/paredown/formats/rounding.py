@@ -46,11 +46,14 @@ class Rounding(str, Enum):
     STOCHASTIC = "stochastic"  # the larger magnitude with a probability equal to the fractional part
 
 
-FEW_BITS = 8  # narrower elements have large rounding errors, which must not all have the same sign
+FEW_BITS = 8  # narrower elements have large rounding errors, which must not add up from step to step
 
 
 def default_rounding(width: int, *, is_sum: bool) -> Rounding:
-    """Return the rounding that an element of `width` bits has by default; `is_sum`: the tensor accumulates many small changes."""
+    """Return the rounding that weights, gradients and optimizer state in an element of `width` bits have by default.
+
+    `is_sum`: the tensor accumulates many small changes. Activations are rounded to nearest (plan/storage.py).
+    """
     return Rounding.STOCHASTIC if width < FEW_BITS or is_sum else Rounding.NEAREST_EVEN
 
 

@@ -13,7 +13,7 @@ layer3.0.conv2:input -> e4m3fn/64@bf16
 layer3.0.conv1:input -> unmodified
 >>> print(plan.explain())
 weight: int8/64@e8m0, 8.125 bits a value, stochastic rounding
-activation: int4/64@bf16, 4.25 bits a value, stochastic rounding
+activation: int4/64@bf16, 4.25 bits a value, rounding to nearest
 slots like 'layer3.*:input': e4m3fn/64@bf16, 8.25 bits a value, rounding to nearest
 slot 'layer3.0.conv1:input': unmodified
 Everything else is unmodified.

@@ -1,7 +1,7 @@
 """PRESETS: plans with a name, one row each; `Plan.preset("activations4")` returns one.
 
-Bits a value, scales and minimums included: activations8 and activations8f 8.25, activations4 4.25, activations4a 4.5, activations2 2.5;
-frozen8 8.25, frozen4 4.25 for each frozen value.
+Bits a value, scales and minimums included: activations8 and activations8f 8.25, activations4 5, activations4a 4.5, activations2 2.5;
+frozen8 8.25, frozen4 4.25 for each frozen value. Activations are rounded to nearest.
 The others are the tiers of `formats/catalog.py`: formats of weights, gradients and optimizer state, with unmodified activations.
 """
 
@@ -41,8 +41,8 @@ class Preset(NamedTuple):
 ROWS = (
     Preset("activations8", {"activation": "int8/64@bf16"}, "activations in 8 bits, symmetric: the first to try"),
     Preset("activations8f", {"activation": "e4m3fn/64@bf16"}, "activations in 8-bit floats: keeps small values beside large ones"),
-    Preset("activations4", {"activation": "int4/64@bf16"}, "activations in 4 bits, symmetric"),
-    Preset("activations4a", {"activation": "uint4/64@bf16+bf16"}, "activations in 4 bits, affine: finer, a quarter bit more"),
+    Preset("activations4", {"activation": "uint4/32@bf16+bf16"}, "activations in 4 bits, affine, in short blocks"),
+    Preset("activations4a", {"activation": "uint4/64@bf16+bf16"}, "activations in 4 bits, affine: half a bit less, coarser"),
     Preset("activations2", {"activation": "uint2/64@bf16+bf16"}, "activations in 2 bits, affine: when nothing else fits"),
     Preset(
         "fp8",

@@ -19,9 +19,9 @@ Three limits apply beyond what the plan requests:
 
 >>> a = Assignment.parse("int4/64@bf16")
 >>> a.resolved_rounding.value, Assignment.parse("int8_block").resolved_rounding.value
-('stochastic', 'nearest_even')
->>> a.say()
-'int4/64@bf16, 4.25 bits a value, stochastic rounding'
+('nearest_even', 'nearest_even')
+>>> a.rounding_in(Role.MOMENT1).value, a.say()
+('stochastic', 'int4/64@bf16, 4.25 bits a value, rounding to nearest')
 >>> from paredown.autograd.operations import EXPONENT
 >>> resolve_format(a, Needs(pin=EXPONENT), dtype="bfloat16", numel=1 << 20)[0]
 Format('int8/64@bf16')
@@ -71,8 +71,9 @@ BLOCK = 64
 class Assignment:
     """What a plan requests for a slot: format (None: unmodified), rounding and overflow.
 
-    `rounding` None is stochastic for elements of fewer than 8 bits and for weights, gradients and second moments, and to nearest for the
-    others (`rounding_in`). `overflow` None is the codec's default: saturate in formats with blocks, infinity or NaN in others.
+    `rounding` None is to nearest for activations, stochastic for weights, gradients and second moments and for other elements of fewer
+    than 8 bits, and to nearest for the rest (`rounding_in`). `overflow` None is the codec's default: saturate in formats with blocks,
+    infinity or NaN in others.
     """
 
     format: Format | None = None
@@ -113,17 +114,16 @@ class Assignment:
         """Return the rounding of slots with this role: the requested one, or else the default of format and role.
 
         Sums of small changes are rounded stochastically in any format. A frozen weight is encoded once, when the plan is applied, and
-        always to nearest.
+        always to nearest. So is an activation by default: the values of a step are not carried to the next one, so that errors of
+        rounding do not add up, and the gradient error is 0.7 of that of stochastic rounding (docs/log.md, 2026-11-19).
         """
         if role is Role.FROZEN:
             return Rounding.NEAREST_EVEN
         if self.rounding is not None:
             return self.rounding
-        return (
-            Rounding.NEAREST_EVEN
-            if self.format is None
-            else default_rounding(self.format.element.width, is_sum=role in ACCUMULATED)
-        )
+        if self.format is None or role is Role.ACTIVATION:
+            return Rounding.NEAREST_EVEN
+        return default_rounding(self.format.element.width, is_sum=role in ACCUMULATED)
 
     def say(self, role: Role = Role.ACTIVATION) -> str:
         """Return the assignment in words, such as "int4/64@bf16, 4.25 bits a value, stochastic rounding"."""

@@ -18,8 +18,9 @@ from torch.nn import functional
 
 from paredown.codec.packed import encode_flat
 from paredown.formats.format import Format
-from paredown.formats.rounding import Seed, default_rounding
+from paredown.formats.rounding import Seed
 from paredown.plan.calibration import ELEMENTWISE, UNALIGNED
+from paredown.plan.storage import Assignment
 
 CYCLES_PER_SECOND = 2e9  # about, of a GPU's clock
 SLEEP_SECONDS = 1e-3  # longer than the host needs to issue the calls of one group
@@ -165,6 +166,6 @@ def codec_seconds(text: str, device: str) -> tuple[float, float, float]:
 
 
 def _encode_decode(x: Tensor, format: Format, device: str) -> tuple[float, float]:
-    rounding = default_rounding(format.element.width, is_sum=False)
-    packed = encode_flat(x, format, rounding, None, SEED)
-    return device_seconds(lambda: encode_flat(x, format, rounding, None, SEED), device), device_seconds(packed.decode, device)
+    how = Assignment(format).resolved_rounding, None, SEED
+    packed = encode_flat(x, format, *how)
+    return device_seconds(lambda: encode_flat(x, format, *how), device), device_seconds(packed.decode, device)
