@@ -28,7 +28,7 @@ from measure import RESULTS, machine
 from numpy.typing import NDArray
 
 from paredown.study.papers.peppp_cross_validation import SETTINGS, Cache, Matrices, PickerScores, held_out_tasks, judge
-from paredown.study.papers.peppp_experiment_design import PICKERS, Picker, Pooled, front_gains
+from paredown.study.papers.peppp_experiment_design import PICKERS, Measure, Picker, Pooled, Prediction, TaskKnowledge, front_gains
 from paredown.study.pick.posterior import Prior
 
 Array = NDArray[np.float64]
@@ -73,9 +73,23 @@ def run(job: Job) -> Found:
     return found
 
 
+def plugged(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
+    """ED-MF, whose Pareto front has measured errors in place of predicted ones."""
+    found = PICKERS["ED-MF"](known, measure, counts)
+    return {count: replace(prediction, drawn=prediction.expected) for count, prediction in found.items()}
+
+
+def heaviest(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
+    """Recommends a random plan among those of most memory; errors are means over prior tasks."""
+    order = np.random.RandomState(known.seed).permutation(len(known.memory))
+    ranks = np.empty(len(order))
+    ranks[np.lexsort((order, -known.memory))] = np.arange(len(order))
+    return {count: replace(prediction, expected=ranks) for count, prediction in PICKERS["means"](known, measure, counts).items()}
+
+
 def picker_of(name: str) -> Picker:
-    """A published one, or ours."""
-    return Pooled() if name in (OURS, NO_LEVELS) else PICKERS[name]
+    """A published one, one that they are compared with, or ours."""
+    return Pooled() if name in (OURS, NO_LEVELS) else {**PICKERS, "ED-MF plugged": plugged, "most memory": heaviest}[name]
 
 
 def jobs(*, is_quick: bool, only: str | None = None) -> list[Job]:

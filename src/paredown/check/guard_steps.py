@@ -320,7 +320,9 @@ def examples_within(batch: Any, trace: Trace, plan: Plan, budget_bytes: int) -> 
 def first_examples(batch: Any, num: int) -> Any:
     """Return the first `num` examples of `batch`, or the whole batch if it has at most `num`."""
     total = count_examples(batch)
-    return tree_map(lambda leaf: leaf[:num] if _has_examples(leaf, total) else leaf, batch) if num < total else batch
+    if num >= total:
+        return batch
+    return tree_map(lambda leaf: leaf[:num] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == total else leaf, batch)
 
 
 def _costs(trace: Trace, plan: Plan, batch: Any) -> tuple[float, float]:
@@ -337,7 +339,3 @@ def _costs(trace: Trace, plan: Plan, batch: Any) -> tuple[float, float]:
 def count_examples(batch: Any) -> int:
     """Return the length of the first tensor of `batch` that has a first dimension; 1 if none has."""
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() and len(leaf)), 1)
-
-
-def _has_examples(leaf: Any, num: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == num

@@ -149,21 +149,18 @@ def model_arguments(trainer: Any, batch: Any = None) -> dict[str, Any]:
 
 def longest_batch(trainer: Any) -> Any:
     """Return the data collator's batch of the longest of 1024 examples; for trainers that generate, tokens of that length."""
-    if getattr(trainer, "train_dataset", None) is None:
+    dataset = getattr(trainer, "train_dataset", None)
+    if dataset is None:
         raise ApplyError("the trainer has no train_dataset to make a batch of: attach(trainer, budget=..., batch={...}).")
     count = trainer.args.per_device_train_batch_size
-    rows = sorted(islice(iter(_dataset(trainer)), MOST_ROWS), key=_num_tokens, reverse=True)
+    if type(dataset).__module__.partition(".")[0] == "datasets" and hasattr(dataset, "column_names"):
+        dataset = trainer._remove_unused_columns(dataset, description="training")
+    rows = sorted(islice(iter(dataset), MOST_ROWS), key=_num_tokens, reverse=True)
     if rows and isinstance(rows[0], Mapping) and "prompt" in rows[0] and hasattr(trainer.args, "max_completion_length"):
         return _generated(trainer, [row["prompt"] for row in rows[:count]], count)
     rows = (rows * count)[:count]
     with torch.random.fork_rng(devices=[]):  # a collator may draw masks
         return trainer.data_collator(rows)
-
-
-def _dataset(trainer: Any) -> Any:
-    dataset = trainer.train_dataset
-    is_of_datasets = type(dataset).__module__.partition(".")[0] == "datasets" and hasattr(dataset, "column_names")
-    return trainer._remove_unused_columns(dataset, description="training") if is_of_datasets else dataset
 
 
 def _num_tokens(row: Any) -> int:

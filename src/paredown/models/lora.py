@@ -92,7 +92,8 @@ def add_lora(model: nn.Module, rank: int, targets: Sequence[str] = ()) -> list[s
 
     `targets`: patterns of paths, or last parts of paths as in PEFT (q_proj). Without any, all but the output head.
     """
-    weights = {**{path: None for path, module in model.named_modules() if _is_linear(module)}, **_parameters(model)}
+    linear = [path for path, layer in model.named_modules() if type(layer) is nn.Linear or type(layer).__name__ == TRANSPOSED]
+    weights = {**dict.fromkeys(linear), **_parameters(model)}
     chosen = [path for path in weights if _is_target(path, targets)] if targets else _without_head(model, list(weights))
     missed = [target for target in targets if not any(_is_target(path, [target]) for path in weights)]
     if not chosen or missed:
@@ -107,10 +108,6 @@ def add_lora(model: nn.Module, rank: int, targets: Sequence[str] = ()) -> list[s
         base = model.get_submodule(layer)
         model.set_submodule(layer, LoraLinear(base, rank) if name is None else LoraParameter(base, name, rank))
     return chosen
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or type(module).__name__ == TRANSPOSED
 
 
 def _parameters(model: nn.Module) -> dict[str, str]:

@@ -1,11 +1,11 @@
 """The published methods that predict a new task's Pareto front from a few measurements, each a row of `PICKERS`.
 
     ED-MF       least squares on the plans' vectors, at a D-optimal design; the vectors are those of the completed matrix
-    QR-MF       the same at the pivots; `ED-MF relaxed`: at the rounded relaxation; `ED-MF plugged`: measured errors in the front
+    QR-MF       the same at the pivots; `ED-MF relaxed`: at the rounded relaxation
     random-MF   the same at random plans
     BO-MF       a Gaussian process over the plans' vectors, plans by expected improvement, starting from five random ones
     BO-full     the same over whole columns of the matrix
-    means       the columns' means, without measurements; `most memory`: the same, recommending the largest plan
+    means       the columns' means, without measurements
 
 A picker sees `TaskKnowledge` and calls `measure(plan)` at most the allowed number of times: it sees no error that it did not measure.
 
@@ -48,7 +48,7 @@ deviations of a run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
@@ -267,17 +267,6 @@ def factorised(design: Callable[[Array, int, int], list[int]]) -> Picker:
     return pick
 
 
-def plugged(picker: Picker) -> Picker:
-    """Return a picker like `picker`, whose Pareto front has measured errors in place of predicted ones."""
-
-    def pick(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-        return {
-            count: replace(prediction, drawn=prediction.expected) for count, prediction in picker(known, measure, counts).items()
-        }
-
-    return pick
-
-
 def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool = False) -> Picker:
     """Return a picker that next measures the plan of largest expected improvement by a Gaussian process.
 
@@ -307,19 +296,10 @@ def averaged(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> d
     return {count: plain([], np.empty(0), means) for count in counts}
 
 
-def heaviest(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-    """Return predictions that recommend a random plan among those of most memory; errors are means over prior tasks."""
-    order = np.random.RandomState(known.seed).permutation(len(known.memory))
-    ranks = np.empty(len(order))
-    ranks[np.lexsort((order, -known.memory))] = np.arange(len(order))
-    return {count: replace(prediction, expected=ranks) for count, prediction in averaged(known, measure, counts).items()}
-
-
 PICKERS: Mapping[str, Picker] = MappingProxyType(
     {
         "ED-MF": factorised(lambda vectors, count, seed: optimal(vectors, count)),
         "ED-MF+5": factorised(lambda vectors, count, seed: optimal(vectors, count + RANK)),  # the released code takes five more
-        "ED-MF plugged": plugged(factorised(lambda vectors, count, seed: optimal(vectors, count))),
         "ED-MF relaxed": factorised(lambda vectors, count, seed: relaxed(vectors, count)),
         "QR-MF": factorised(lambda vectors, count, seed: pivoted(vectors, count)),
         "random-MF": factorised(lambda vectors, count, seed: scattered(vectors.shape[1], count, seed=seed)),
@@ -327,7 +307,6 @@ PICKERS: Mapping[str, Picker] = MappingProxyType(
         "BO-MF worst": bayesian(lambda known: embed(known.completed).T, is_released=True),
         "BO-full": bayesian(lambda known: known.completed.T),
         "means": averaged,
-        "most memory": heaviest,
     }
 )
 

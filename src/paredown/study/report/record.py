@@ -228,7 +228,7 @@ class Record:
         task = task or studies[0].task
         if task not in (study.task for study in studies):
             raise ReportError(f"the record has no task {task!r}. There are: {', '.join(study.task for study in studies)}.")
-        kept = parts.kept_under(trace, plans)
+        kept = tuple(parts.memory_use(trace, label, plan) for label, plan in plans.items())
         written = next((label for label, plan in plans.items() if plan.changes_nothing), "")
         full = next((row.peak_bytes for row in kept if row.label == written), None)
         return replace(

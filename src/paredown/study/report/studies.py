@@ -410,12 +410,8 @@ def parts_of(values: Sequence[Any], most: int = MOST_POINTS) -> list[Sequence[An
     return [values[i : i + width] for i in range(0, len(values), width)]
 
 
-def kept_under(trace: Trace, plans: Mapping[str, Plan]) -> tuple[MemoryUse, ...]:
-    """Return the predicted memory of the traced step under each of `plans`, which are given by label."""
-    return tuple(_kept(trace, label, plan) for label, plan in plans.items())
-
-
-def _kept(trace: Trace, label: str, plan: Plan) -> MemoryUse:
+def memory_use(trace: Trace, label: str, plan: Plan) -> MemoryUse:
+    """Return the predicted memory of the traced step under a plan."""
     foot = footprint(trace, plan)
     by_role = {role.value: nbytes for role, nbytes in foot.at_peak.items()}
     by_role |= {LIBRARIES: foot.workspace_bytes} if foot.workspace_bytes else {}

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 import torch
 
 from paredown.errors import ParedownError
-from paredown.plan.trace import Trace
 from paredown.roles import Role
 from paredown.study.tasks.task import Task
 from paredown.study.tasks.task_trace import trace_task
@@ -40,11 +39,6 @@ def num_threads(sizes: Iterable[int], *, most: int) -> int:
     return max(1, min(mean // VALUES_PER_THREAD, most))
 
 
-def sizes_of(trace: Trace) -> list[int]:
-    """Return the numbers of values of the tensors that the operations of a step write, and of its weights."""
-    return [*(output.nbytes // VALUE_BYTES for output in trace.outputs), *(slot.numel for slot in trace.of(Role.WEIGHT))]
-
-
 @contextmanager
 def suited_threads(task: Task, device: torch.device | str) -> Generator[None]:
     """Return a context in which torch uses the number of threads that suits `task`; unchanged on a GPU, or if the user chose it."""
@@ -60,6 +54,8 @@ def suited_threads(task: Task, device: torch.device | str) -> Generator[None]:
 
 def _wanted(task: Task, most: int) -> int:
     try:
-        return num_threads(sizes_of(trace_task(task, device="cpu")), most=most)
+        trace = trace_task(task, device="cpu")
+        written = (output.nbytes // VALUE_BYTES for output in trace.outputs)
+        return num_threads([*written, *(slot.numel for slot in trace.of(Role.WEIGHT))], most=most)
     except (ParedownError, RuntimeError, TypeError, ValueError):  # the training reports what is wrong with the step
         return most

@@ -64,9 +64,9 @@ class LossCurve:
         self.verdict: Verdict | None = None
         self._steps, self._blind_loss = steps, blind_loss
         self._every = -(-steps // MAX_POINTS)
-        # the first point at or after each share of the run
+        # the first point at or after each share of the run: a run that looks hopeless there ends, and is evaluated as it is
         stops = [-(-math.ceil(share * steps) // self._every) * self._every for share in STOP_SHARES]
-        self._stop_steps = stops if stops_early and steps >= MIN_STEPS_TO_STOP else []
+        self.stop_steps = stops if stops_early and steps >= MIN_STEPS_TO_STOP else []
         self._sum: Tensor | None = None
 
     def add(self, loss: Tensor) -> bool:
@@ -84,10 +84,6 @@ class LossCurve:
         """Return whether the curve gets a point (the mean loss since the point before) at this step."""
         return step % self._every == 0 or step >= self._steps
 
-    def may_stop(self, step: int) -> bool:
-        """Return whether a run looks hopeless at this step and may end; it is then evaluated as it is."""
-        return step in self._stop_steps
-
     def point(self, total: float) -> None:
         """Add the next point to the curve, and update the verdict; `total` is the sum of all losses since the point before."""
         last = self.step // self._every * self._every
@@ -96,8 +92,8 @@ class LossCurve:
         self.verdict = self._diverged(mean)
         if math.isfinite(mean):
             self.points.append((self.step, mean))
-        if self.verdict is None and self._stop_steps and self.step >= self._stop_steps[0]:
-            self._stop_steps.pop(0)
+        if self.verdict is None and self.stop_steps and self.step >= self.stop_steps[0]:
+            self.stop_steps.pop(0)
             self.verdict = self._hopeless()
 
     def _diverged(self, mean: float) -> Verdict | None:

@@ -39,7 +39,6 @@ import torch
 
 from paredown.check.out_of_memory import is_out_of_memory
 from paredown.codec.runtime_formats import is_live, is_narrow
-from paredown.plan.plan import Plan
 from paredown.simulate.rounded_values import MODES, Simulate
 from paredown.study.sweeps.engines import engine as processes
 from paredown.study.sweeps.engines.graph_lane import InitialStates, Lane, LaneRun, LayoutMismatch, synchronize
@@ -93,7 +92,8 @@ def kind_of(setting: TrainingSetup) -> Any:
         settings.max_norm,
         settings.loss_factor,
     )
-    return (*fixed, mode, shapes, str(setting.device), rounding_key(setting.plan))
+    roundings = tuple((key, a.rounding, a.format is None, is_narrow(a.format)) for key, a in setting.plan.rules)
+    return (*fixed, mode, shapes, str(setting.device), roundings)
 
 
 def model_key(make: Callable[..., Any]) -> Any:
@@ -101,11 +101,6 @@ def model_key(make: Callable[..., Any]) -> Any:
     if isinstance(make, partial):
         return (model_key(make.func), tuple(map(model_key, make.args)), tuple(sorted(make.keywords.items())))
     return make
-
-
-def rounding_key(plan: Plan) -> Any:
-    """Return the properties of a plan that a captured graph fixes: selectors, roundings, and which formats TF32 represents."""
-    return tuple((key, a.rounding, a.format is None, is_narrow(a.format)) for key, a in plan.rules)
 
 
 class QueuedTraining(NamedTuple):

@@ -32,7 +32,7 @@ from paredown.study.tasks.trial import Status, Trial
 MAX_PENDING = 3  # points of a curve that were queued and not read
 NUM_WARMUPS = 2  # calls before the capture: kernels are compiled, and libraries allocate their workspaces
 NUM_CACHED_STATES = 4  # initial states of models that are kept on the device
-Replay = Callable[[], None]
+Replay = Callable[[], object]
 
 
 class InitialStates:
@@ -96,11 +96,8 @@ class Lane:
         self._loop = Loop(setting, self._model, self._session)
         self._x, self._answers = (part.clone() for part in batch)
         self._total = torch.zeros((), device=device)
-        self._step = self._captured(self._train_step)
+        self._step = self._captured(lambda: self._total.add_(self._loop.run_step(self._x, self._answers).float()))
         self._judges: dict[Any, tuple[Replay, Pair, Tensor]] = {}
-
-    def _train_step(self) -> None:
-        self._total.add_(self._loop.run_step(self._x, self._answers).float())
 
     def _judge_of(self, x: Tensor, answers: Tensor) -> tuple[Replay, Pair, Tensor]:
         """Return (replay function, inputs, output) of a captured graph that evaluates test batches shaped like this one."""
@@ -181,7 +178,7 @@ class Lane:
         if run.curve.is_point(run.num_queued):
             self._points.append(self._sent(self._total))
             self._total.zero_()
-        limit = 0 if run.curve.may_stop(run.num_queued) else MAX_PENDING
+        limit = 0 if run.num_queued in run.curve.stop_steps else MAX_PENDING
         while self._points and run.curve.verdict is None and (len(self._points) > limit or _is_ready(self._points[0])):
             run.curve.point(_received(self._points.popleft()).item())
 
