@@ -73,6 +73,7 @@ from paredown.session.compiled.graph_slots import (
     root_and_path,
     slot_of,
 )
+from paredown.session.compiled.grouped_casts import group_casts
 from paredown.session.compiled.kernel_order import ByLastOperation
 from paredown.session.compiled.kernel_shapes import RowsInRegisters
 from paredown.session.compiled.packed_graph import PackedGraph
@@ -159,6 +160,7 @@ class PlanPartitioner(CustomPartitionerFn):
         editor.delay_recomputation()
         editor.finish()
         call_transposes(backward)
+        group_casts(forward, backward)
         self.on_graph(report)
         return forward, backward
 
