@@ -1,4 +1,4 @@
-"""How Inductor compiles the operations of the library: `paredown::encode`, `decode`, `unpack_bits`, `cast_all`, `transposed_codes`.
+"""How Inductor compiles the operations of this library, such as `paredown::encode` and `paredown::decode`.
 
 Decode and unpack are pointwise operations, which it fuses into their readers. Each value is computed from its place i, in the layout of
 codec/reference.py:
