@@ -70,6 +70,31 @@ def test_ranges_of_many_norms_have_the_spread_of_each() -> None:
     assert spread_of_ranges([1.0, 400.0, 0.0, 0.0], 1e-5) == math.inf == spread_of_ranges([1.0, math.nan, 0.0, 0.0], 0.0)
 
 
+def test_ranges_of_norms_of_any_width_have_the_spread_of_each() -> None:
+    """Widths that 64 does not divide are measured in shorter ranges, all norms of a length by the same kernels."""
+    torch.manual_seed(0)
+    statistics = [t for size in (24, 72, 8) for t in (torch.randn(size), torch.rand(size) + 0.1)]
+    ranges, first = ranges_of_statistics(statistics, 8).tolist(), 0
+    for i, size in enumerate((24, 72, 8)):
+        own, first = ranges[first : first + size // 2], first + size // 2
+        mean, deviation = statistics[2 * i].double(), 1 / statistics[2 * i + 1].double()
+        expected = max(float(deviation.max()), float(mean.max() - mean.min()) / 6) / float(deviation.min())
+        assert spread_of_ranges(own, 1e-5) == pytest.approx(expected, rel=1e-6)
+    assert first == len(ranges)
+
+
+def test_norms_of_any_width_are_measured_together() -> None:
+    """A norm alone takes three kernels; 24 and 40 channels are ranges of 8, 64 are one range."""
+    torch.manual_seed(0)
+    parts = [part for a, b in ((3, 24), (24, 40), (40, 64)) for part in (nn.Conv2d(a, b, 3), nn.BatchNorm2d(b), nn.SiLU())]
+    model = nn.Sequential(*parts).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    session, found, plain = compiled_step(model, torch.randn(4, 3, 16, 16).contiguous(memory_format=torch.channels_last), INT8)
+    assert session._compiled is not None
+    counts = [check.count for report in session._compiled.reports for check in report.checks]
+    assert sorted(counts) == [4, 4 * 3, 4 * 5]
+    assert 1e-4 < relative_error(found, plain) < 0.05
+
+
 def owners_mix(tensor: Tensor, groups: Tensor) -> bool:
     """Whether 64 values that are neighbours in memory have several owners: by counting."""
     order = sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))

@@ -259,19 +259,19 @@ def extremes(rstd: Tensor, mean: Tensor) -> Tensor:
     return torch.stack([*torch.aminmax(rstd.detach()), *torch.aminmax(mean.detach())]).float()
 
 
-def ranges_of_statistics(statistics: Sequence[Tensor]) -> Tensor:
-    """Return the `extremes` of every BLOCK channels of many norms, in one 1-D tensor.
+def ranges_of_statistics(statistics: Sequence[Tensor], length: int = BLOCK) -> Tensor:
+    """Return the `extremes` of every `length` channels of many norms, in one 1-D tensor.
 
-    `statistics`: mean and rstd of the first norm, mean and rstd of the second, ...
+    `statistics`: mean and rstd of the first norm, mean and rstd of the second, ...; `length` divides the channels of each.
     """
-    mean, rstd = (torch.cat([t.reshape(-1) for t in statistics[i::2]]).view(-1, BLOCK) for i in range(2))
+    mean, rstd = (torch.cat([t.reshape(-1) for t in statistics[i::2]]).view(-1, length) for i in range(2))
     return torch.stack([rstd.amin(1), rstd.amax(1), mean.amin(1), mean.amax(1)], 1).reshape(-1)
 
 
 def spread_of_ranges(ranges: Sequence[float], eps: float) -> float:
     """Return the range of values across channels in units of the smallest standard deviation; inf if a variance is below `eps`.
 
-    `ranges`: `extremes` of the channels of one norm, or of every BLOCK of them.
+    `ranges`: `extremes` of the channels of one norm, or of parts of them.
 
     >>> spread_of_ranges([1.0, 2.0, 0.0, 6.0], eps=0.0)
     2.0
