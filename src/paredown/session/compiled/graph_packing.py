@@ -74,8 +74,7 @@ from paredown.session.compiled.graph_slots import (
     slot_of,
 )
 from paredown.session.compiled.grouped_casts import group_casts
-from paredown.session.compiled.kernel_order import ByLastOperation
-from paredown.session.compiled.kernel_shapes import RowsInRegisters
+from paredown.session.compiled.kernel_order import ByLastOperation, RowsInRegisters
 from paredown.session.compiled.packed_graph import PackedGraph
 from paredown.session.compiled.recomputed_chains import RecomputedChains
 from paredown.session.compiled.recomputed_tensors import (
