@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +21,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate, mse_loss, scaled_dot_product_attention, silu
 
 from paredown import Plan, Trace, apply, assign, footprint, trace_step
+from paredown.autograd.operations import SMALL
 from paredown.errors import BudgetError, TraceError
 from paredown.plan.byte_intervals import part_bytes, slot_storages
 from paredown.plan.recomputed_slots import planned_step
 from paredown.predict.compiled_trace import MASK_OF_SEVERAL
 from paredown.roles import Role
-from paredown.session.compiled.graph_packing import autograd_node_of
+from paredown.session.compiled.graph_packing import autograd_node_of, small_tensors
 from tests.programs.compiling import compiles_quickly
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # torch's own
@@ -89,6 +91,25 @@ class Blocks(nn.Module):
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = (x + norm(conv(x))).relu()
         return self.head(x.mean((2, 3)))
+
+
+class Gated(nn.Module):
+    """A convolution whose channels are multiplied by a function of their means, as squeeze and excitation does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.squeeze, self.excite, self.head = (
+            nn.Conv2d(3, 64, 3),
+            nn.Linear(64, 64),
+            nn.Linear(64, 64),
+            nn.Linear(64, 8),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of 8 classes."""
+        h = silu(self.conv(x))
+        gate = self.excite(silu(self.squeeze(h.mean((2, 3))))).sigmoid()
+        return self.head((h * gate[:, :, None, None]).mean((2, 3)))
 
 
 MAKES = {"pictures": (Pictures, (16, 3, 16, 16)), "texts": (Texts, (16, 32, 64))}
@@ -321,3 +342,23 @@ def test_interpolation_under_autocast_is_in_float32_unless_it_is_compiled(compil
     trace = trace_step(Enlarged(), batch, device="cuda", autocast=torch.bfloat16, compiled=compiled)
     plain = trace.without_packing or trace
     assert {slot.dtype for slot in plain.activations if slot.shape == (8, 16, 64, 64)} == {dtype}
+
+
+def test_the_smallest_tensors_stay_unmodified_on_a_gpu() -> None:
+    """Means and gates of 64 x 64 values beside pictures of 62 x 62 in 64 channels: sessions and predictions, as in eager mode."""
+    torch.manual_seed(0)
+    batch = torch.randn(64, 3, 64, 64), torch.randint(8, (64,))
+    traces = {
+        device: trace_step(Gated(), batch, loss=cross_entropy, device=device, autocast=torch.bfloat16, compiled=True)
+        for device in ("cuda", "cpu")
+    }
+    small = {device: [slot for slot in trace.activations if slot.numel == 4096] for device, trace in traces.items()}
+    assert small["cuda"] and all(slot.stays for slot in small["cuda"])
+    assert any(slot.stays == SMALL for slot in small["cuda"]) and not any(slot.stays == SMALL for slot in small["cpu"])
+    large = [slot for slot in traces["cuda"].activations if slot.numel > 1 << 20]
+    assert large and not any(slot.stays == SMALL for slot in large)
+    sizes = [4096 * 2, 4096 * 2, 64 * 64 * 900 * 2]
+    for is_cuda, expected in ((True, sizes[:2]), (False, [])):
+        nodes = [SimpleNamespace(meta={"val": SimpleNamespace(is_cuda=is_cuda)}) for _ in sizes]
+        chosen: Any = [(node, SimpleNamespace(unmodified_bytes=nbytes)) for node, nbytes in zip(nodes, sizes, strict=True)]
+        assert [decision.unmodified_bytes for _, decision in small_tensors(chosen)] == expected

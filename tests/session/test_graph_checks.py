@@ -33,14 +33,15 @@ def decisions(session: Session) -> dict[str, GraphDecision]:
     return session._compiled.decisions
 
 
-@pytest.mark.parametrize("size", [0.3, 30.0])
-def test_numbers_of_several_attentions_are_those_of_each(size: float) -> None:
+@pytest.mark.parametrize(("size", "tokens"), [(0.3, 5), (30.0, 5), (0.3, 64)])
+def test_numbers_of_several_attentions_are_those_of_each(size: float, tokens: int) -> None:
+    """Variances over 64 tokens are those within two groups of tokens, and that of their means."""
     torch.manual_seed(0)
-    tensors = [[torch.randn(2, 3, 5, 16) * size * (1 + i) for _ in range(4)] for i in range(3)]
+    tensors = [[torch.randn(2, 3, tokens, 16) * size * (1 + i) + size for _ in range(4)] for i in range(3)]
     numbers = join_attention_parts([part for of_one in tensors for part in attention_parts(*of_one)]).tolist()
     for i, (query, key, value, output) in enumerate(tensors):
         norms = [max(float(row.double().norm()) for row in t.reshape(-1, 16)) for t in (query, key)]
-        variances = [float(t.double().transpose(-2, -1).reshape(-1, 5).var(1, correction=0).mean()) for t in (output, value)]
+        variances = [float(t.double().transpose(-2, -1).reshape(-1, tokens).var(1, correction=0).mean()) for t in (output, value)]
         assert numbers[4 * i : 4 * i + 4] == pytest.approx([*norms, *variances], rel=1e-5)
         bound, share = norms[0] * norms[1] / 4, min(variances[0] / variances[1], 1.0)
         is_kept = (error := bound * 0.125**0.5 * 0.75 / 128) > 0.05 or error / 0.1 > 1 - share
@@ -67,6 +68,31 @@ def test_ranges_of_many_norms_have_the_spread_of_each() -> None:
         assert spread_of_ranges(extremes(statistics[2 * i + 1], statistics[2 * i]).tolist(), 1e-5) == spread_of_ranges(own, 1e-5)
     assert first == len(ranges)
     assert spread_of_ranges([1.0, 400.0, 0.0, 0.0], 1e-5) == math.inf == spread_of_ranges([1.0, math.nan, 0.0, 0.0], 0.0)
+
+
+def test_ranges_of_norms_of_any_width_have_the_spread_of_each() -> None:
+    """Widths that 64 does not divide are measured in shorter ranges, all norms of a length by the same kernels."""
+    torch.manual_seed(0)
+    statistics = [t for size in (24, 72, 8) for t in (torch.randn(size), torch.rand(size) + 0.1)]
+    ranges, first = ranges_of_statistics(statistics, 8).tolist(), 0
+    for i, size in enumerate((24, 72, 8)):
+        own, first = ranges[first : first + size // 2], first + size // 2
+        mean, deviation = statistics[2 * i].double(), 1 / statistics[2 * i + 1].double()
+        expected = max(float(deviation.max()), float(mean.max() - mean.min()) / 6) / float(deviation.min())
+        assert spread_of_ranges(own, 1e-5) == pytest.approx(expected, rel=1e-6)
+    assert first == len(ranges)
+
+
+def test_norms_of_any_width_are_measured_together() -> None:
+    """A norm alone takes three kernels; 24 and 40 channels are ranges of 8, 64 are one range."""
+    torch.manual_seed(0)
+    parts = [part for a, b in ((3, 24), (24, 40), (40, 64)) for part in (nn.Conv2d(a, b, 3), nn.BatchNorm2d(b), nn.SiLU())]
+    model = nn.Sequential(*parts).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    session, found, plain = compiled_step(model, torch.randn(4, 3, 16, 16).contiguous(memory_format=torch.channels_last), INT8)
+    assert session._compiled is not None
+    counts = [check.count for report in session._compiled.reports for check in report.checks]
+    assert sorted(counts) == [4, 4 * 3, 4 * 5]
+    assert 1e-4 < relative_error(found, plain) < 0.05
 
 
 def owners_mix(tensor: Tensor, groups: Tensor) -> bool:
@@ -115,6 +141,37 @@ def test_the_input_of_a_gelu_written_with_tanh_is_packed() -> None:
     decision = decisions(session)["1:pow.input"]
     assert decision.format is not None and decision.stored_bytes == decision.format.nbytes((64 * 256,))
     assert 1e-4 < relative_error(found, plain) < 0.03
+
+
+class Attentions(nn.Module):
+    """Attentions of one size behind each other; the logits of the first are `scale` times as large."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.layers, self.scale = nn.ModuleList(nn.Linear(64, 192) for _ in range(2)), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            query, key, value = layer(x).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4).unbind()
+            x = (
+                nn.functional.scaled_dot_product_attention(query * (self.scale if i == 0 else 1.0), key, value)
+                .transpose(1, 2)
+                .flatten(2)
+            )
+        return x
+
+
+@pytest.mark.parametrize(("scale", "num_packed"), [(1.0, 2), (100.0, 1)])
+def test_each_of_several_attentions_of_one_size_is_measured(scale: float, num_packed: int) -> None:
+    """Their copies of the traced measurement have equal example tensors: the numbers of the last one stood for all of them."""
+    torch.manual_seed(0)
+    session, _, _ = compiled_step(Attentions(scale), torch.randn(2, 64, 64), INT8)
+    formats = {
+        name: d.format
+        for name, d in decisions(session).items()
+        if name.endswith("scaled_dot_product_attention.query") or name.endswith("scaled_dot_product_attention#2.query")
+    }
+    assert sum(format is not None for format in formats.values()) == num_packed, formats
 
 
 def test_statistics_of_many_rows_are_exact() -> None:

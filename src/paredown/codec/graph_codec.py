@@ -4,6 +4,7 @@
                             dispatcher of torch. The step of the random bits is a tensor, which is read when it runs
     paredown::decode        `decode_in_graph` as one node, which Inductor fuses into its readers
     paredown::unpack_bits   the same for `unpack_mask_in_graph`; some twenty nodes for each would take longer to compile
+    paredown::cast_all      casts of many tensors to one dtype, which Inductor makes one kernel of
 
 The lowerings of these operations are in session/compiled/lowerings.py; where they do not cover a format or symbolic sizes, the functions
 are traced into aten operations. Parts are 1-D, in the layout of the reference. Triton contracts value * scale + minimum into one fused
@@ -53,6 +54,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define("decode(Tensor[] parts, str format, ScalarType dtype, int[] sizes, int[] dims) -> Tensor")
 _LIBRARY.define("unpack_bits(Tensor bits, int[] sizes, int[] dims) -> Tensor")
+_LIBRARY.define("cast_all(Tensor[] tensors, ScalarType dtype) -> Tensor[]")
 
 
 def covers(format: Format) -> bool:
@@ -220,13 +222,19 @@ def unpack_mask_in_graph(bits: Tensor, numel: int) -> Tensor:
 # --- operations of torch ----------------------------------------------------------------------------------------------
 
 
+def cast_all(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return `tensors` in another dtype."""
+    return [tensor.to(dtype) for tensor in tensors]
+
+
 def _empty(source: Tensor, dtype: torch.dtype, sizes: list[int], dims: list[int]) -> Tensor:
     return source.new_empty(sizes, dtype=dtype).permute(dims)
 
 
 for _device in ("CUDA", "CPU"):
-    for _function in (encode, decode, unpack_bits):
+    for _function in (encode, decode, unpack_bits, cast_all):
         _LIBRARY.impl(_function.__name__, _function, _device)
 torch.library.register_fake("paredown::encode", _empty_parts, lib=_LIBRARY)
 torch.library.register_fake("paredown::decode", lambda parts, *t: _empty(parts[0], *t[-3:]), lib=_LIBRARY)
 torch.library.register_fake("paredown::unpack_bits", lambda bits, *t: _empty(bits, torch.bool, *t), lib=_LIBRARY)
+torch.library.register_fake("paredown::cast_all", cast_all, lib=_LIBRARY)

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from paredown.autograd.operation_kinds import kind_of
-from paredown.autograd.operations import MIN_PACKED_NUMEL, Use
+from paredown.autograd.operations import MIN_PACKED_NUMEL, SMALL, Use, max_left_bytes
 from paredown.formats.format import Format
 from paredown.loss.loss_operator import NAME as LOSS_OPERATOR
 from paredown.plan.trace import Output, Part, Recomputation, Saver, Slot, Trace
@@ -37,7 +37,7 @@ from paredown.session.weights.saved_weights import COMPILED
 
 GRADIENT = "it is a gradient, which a loss in chunks computes in forward"
 EIGHT_BITS = Format.parse("int8/64@bf16")
-SMALL = f"it has fewer than {MIN_PACKED_NUMEL} values, or no floats"
+FEW = f"it has fewer than {MIN_PACKED_NUMEL} values, or no floats"
 MASK_OF_SEVERAL = "it is a comparison of several packed tensors, in exact bits"
 OUTSIDE_OF_GRAPHS = "it is saved outside of the compiled graphs"
 MASK_USES = (
@@ -132,7 +132,7 @@ class StepSlots:
     ) -> None:
         self.slots: list[Slot] = []
         self.outputs: list[Output] = []
-        self._end = end
+        self._end, self._on_cuda = end, on_cuda
         self._num_storages = 0
         self._numbers: dict[Buffer, int] = {}  # storage numbers of buffers in the graph that is being added
         self._recomputable: dict[str, RecomputedTensor] = {}
@@ -157,6 +157,7 @@ class StepSlots:
         self._num_storages += len(by_buffer)
         self._recomputable = recomputable_tensors(times.partition.forward.graph, times.partition.num_outputs)
         made = {node: slot for buffer, group in by_buffer.items() for node, slot in self._slots(buffer, group, times)}
+        made = _without_small(made) if self._on_cuda else made
         self.slots += self._with_comparisons(made, times)
         self.outputs += _temporaries(times.forward, times.call.forward_at, "forward")
         if times.backward is not None and times.call.backward_at >= 0:
@@ -255,7 +256,7 @@ def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
         return (Saver(own, place, "mask", Use.MASK),), ""
     placeholder = times.placeholder(node)
     if placeholder is None or not value.is_floating_point() or hint(value.numel()) < MIN_PACKED_NUMEL:
-        return (Saver(own, place, "output", Use.EXACT),), SMALL
+        return (Saver(own, place, "output", Use.EXACT),), FEW
     slot = slot_of(placeholder, times.call.graph.joint)
     outputs: Any = times.partition.forward.graph.output_node().args[0]
     held = HELD if any(other is node for other in outputs[: times.partition.num_outputs]) else ""
@@ -264,6 +265,16 @@ def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
         return (Saver(own, place, "output", Use.EXACT),), stays
     pin, is_centered = slot.needs.pin, slot.needs.is_centered
     return tuple(Saver(name, place, name.rpartition(":")[2], Use.VALUE, pin, is_centered) for name in slot.names or (own,)), ""
+
+
+def _without_small(made: dict[fx.Node, Slot]) -> dict[fx.Node, Slot]:
+    """Return the slots of a graph with the smallest marked, which sessions on a GPU leave unmodified."""
+    sizes = {node: slot.nbytes for node, slot in made.items() if slot.parts and slot.parts[0].use is Use.VALUE}
+    largest = max_left_bytes(list(sizes.values()))
+    small = {node for node, nbytes in sizes.items() if nbytes <= largest}
+    return {
+        node: replace(slot, stays=SMALL, parts=(), recomputation=None) if node in small else slot for node, slot in made.items()
+    }
 
 
 def _is_gradient(node: fx.Node) -> bool:

@@ -53,6 +53,7 @@ MAX_SPREAD = 64.0  # of a block, in the smallest standard deviation; a constant 
 MAX_PHASE_ERROR = 0.05  # radians: the derivative wrong by 5 %; int8 reaches it where rows have a largest value of 22
 PHASE_STEPS = 12**-0.5  # standard deviation of a rounding error, in steps
 SAMPLE_SIZE = 1 << 20
+GROUP_TOKENS = 32  # tokens of which variances are taken first: so many groups that Inductor does not split the reduction
 SIGMAS = 6.0  # the range of normal values, in standard deviations
 READ_INTERVAL = 8
 
@@ -207,14 +208,14 @@ def measure_attention(node: Any) -> Tensor:
 
 
 def attention_parts(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> tuple[Tensor, ...]:
-    """Return four 1-D tensors, with a value for each head, from which `join_attention_parts` computes the bounds of attention.
+    """Return six tensors from which `join_attention_parts` computes the bounds of attention.
 
-    These are the largest norm of a query, that of a key, and the variances over tokens of the output and of the values. Variances are of
-    the first sequences of a batch: SAMPLE_SIZE values or a few more.
+    These are the norms of all queries and of all keys, and variances and means of the output and of the values over groups of tokens. Means
+    are of the first sequences of a batch: SAMPLE_SIZE values or a few more. In a compiled graph each operand takes one kernel.
     """
-    norms = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).amax(-1).reshape(-1) for t in (query, key))
-    variances = (_sample(t).var(dim=-2, correction=0).float().mean(-1).reshape(-1) for t in (output, value))
-    return (*norms, *variances)
+    norms = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).reshape(-1) for t in (query, key))
+    moments = (moment for t in (output, value) for moment in torch.var_mean(_in_groups(_sample(t)).float(), dim=-2, correction=0))
+    return (*norms, *moments)
 
 
 def join_attention_parts(parts: Sequence[Tensor]) -> Tensor:
@@ -222,9 +223,16 @@ def join_attention_parts(parts: Sequence[Tensor]) -> Tensor:
 
     `parts`: the results of `attention_parts` for each attention, one after the other.
     """
-    largest = [torch.stack(tuple(parts[i::4])).amax(1) for i in range(2)]
-    means = [torch.stack(tuple(parts[i::4])).mean(1) for i in range(2, 4)]
-    return torch.stack(largest + means, 1).reshape(-1)
+    largest = [torch.stack(tuple(parts[i::6])).amax(1) for i in range(2)]
+    within = [torch.stack(tuple(parts[i::6])).flatten(1).mean(1) for i in (2, 4)]
+    between = [torch.stack(tuple(parts[i::6])).var(dim=-2, correction=0).flatten(1).mean(1) for i in (3, 5)]
+    return torch.stack([*largest, *(a + b for a, b in zip(within, between, strict=True))], 1).reshape(-1)
+
+
+def _in_groups(tensor: Tensor) -> Tensor:
+    """Return (..., tokens, values) as (..., groups, tokens of a group, values): of GROUP_TOKENS, or one group of all tokens."""
+    num_tokens = tensor.shape[-2]
+    return tensor.unflatten(-2, (num_tokens // GROUP_TOKENS, GROUP_TOKENS) if num_tokens % GROUP_TOKENS == 0 else (1, num_tokens))
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -251,19 +259,19 @@ def extremes(rstd: Tensor, mean: Tensor) -> Tensor:
     return torch.stack([*torch.aminmax(rstd.detach()), *torch.aminmax(mean.detach())]).float()
 
 
-def ranges_of_statistics(statistics: Sequence[Tensor]) -> Tensor:
-    """Return the `extremes` of every BLOCK channels of many norms, in one 1-D tensor.
+def ranges_of_statistics(statistics: Sequence[Tensor], length: int = BLOCK) -> Tensor:
+    """Return the `extremes` of every `length` channels of many norms, in one 1-D tensor.
 
-    `statistics`: mean and rstd of the first norm, mean and rstd of the second, ...
+    `statistics`: mean and rstd of the first norm, mean and rstd of the second, ...; `length` divides the channels of each.
     """
-    mean, rstd = (torch.cat([t.reshape(-1) for t in statistics[i::2]]).view(-1, BLOCK) for i in range(2))
+    mean, rstd = (torch.cat([t.reshape(-1) for t in statistics[i::2]]).view(-1, length) for i in range(2))
     return torch.stack([rstd.amin(1), rstd.amax(1), mean.amin(1), mean.amax(1)], 1).reshape(-1)
 
 
 def spread_of_ranges(ranges: Sequence[float], eps: float) -> float:
     """Return the range of values across channels in units of the smallest standard deviation; inf if a variance is below `eps`.
 
-    `ranges`: `extremes` of the channels of one norm, or of every BLOCK of them.
+    `ranges`: `extremes` of the channels of one norm, or of parts of them.
 
     >>> spread_of_ranges([1.0, 2.0, 0.0, 6.0], eps=0.0)
     2.0

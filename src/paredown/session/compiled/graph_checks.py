@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from paredown.session.value_bounds import (
 )
 
 NUM_NUMBERS = 1 << 13  # how many numbers a graph can measure
-MAX_RANGES = 4096  # channels of a norm whose ranges are measured, with those of all such norms in one kernel
+MAX_RANGES = 64  # ranges of a norm that are measured with those of all norms of as long ranges; other norms take three kernels each
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,11 @@ def check_of(
         return None
     *sources, eps = statistics
     num_groups, reason = hint(sources[1].meta["val"].numel()), lambda n: reason_of_spread(spread_of_ranges(n, eps))
-    if num_groups % BLOCK or num_groups > MAX_RANGES:
+    length = min(num_groups & -num_groups, BLOCK)  # the largest power of two that divides the number
+    if num_groups // length > MAX_RANGES:
         return GraphCheck("extremes", sources, lambda m, r: (extremes(r, m),), lambda t: torch.cat(list(t)), 4, reason)
-    return GraphCheck("ranges", sources, lambda *t: t, ranges_of_statistics, 4 * (num_groups // BLOCK), reason)
+    join = partial(ranges_of_statistics, length=length)
+    return GraphCheck(("ranges", length), sources, lambda *t: t, join, 4 * (num_groups // length), reason)
 
 
 def _check_of_attention(operation: GraphOperation, format: Format, forward: dict[str, fx.Node]) -> GraphCheck:

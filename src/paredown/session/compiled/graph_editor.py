@@ -338,7 +338,8 @@ def of_tangents(backward: fx.Graph) -> set[fx.Node]:
 def _trace(function: Callable[..., Any], *values: Tensor) -> fx.GraphModule:
     """Return `function` as a graph of aten operations, decomposed as Inductor does it."""
     with values[0].fake_mode:  # type: ignore[attr-defined]
-        return make_fx(function, decomposition_table=select_decomp_table())(*values)
+        # copies of a traced graph have the same example tensors, and make_fx would take equal arguments for one
+        return make_fx(function, decomposition_table=select_decomp_table())(*(value.detach() for value in values))
 
 
 def _insert(

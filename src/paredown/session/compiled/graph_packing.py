@@ -42,7 +42,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
 
 from paredown.autograd.graph import tensors_in
-from paredown.autograd.operations import Use
+from paredown.autograd.operations import SMALL, Use, max_left_bytes
 from paredown.codec.products import DECOMPOSITIONS
 from paredown.errors import ApplyError
 from paredown.formats.rounding import Rounding
@@ -73,8 +73,8 @@ from paredown.session.compiled.graph_slots import (
     root_and_path,
     slot_of,
 )
-from paredown.session.compiled.kernel_order import ByLastOperation
-from paredown.session.compiled.kernel_shapes import RowsInRegisters
+from paredown.session.compiled.grouped_casts import group_casts
+from paredown.session.compiled.kernel_order import ByLastOperation, RowsInRegisters
 from paredown.session.compiled.packed_graph import PackedGraph
 from paredown.session.compiled.recomputed_chains import RecomputedChains
 from paredown.session.compiled.recomputed_tensors import (
@@ -159,6 +159,7 @@ class PlanPartitioner(CustomPartitionerFn):
         editor.delay_recomputation()
         editor.finish()
         call_transposes(backward)
+        group_casts(forward, backward)
         self.on_graph(report)
         return forward, backward
 
@@ -202,6 +203,10 @@ class PlanPartitioner(CustomPartitionerFn):
             elif decision.asked is not None:
                 report.decisions.append(decision)
                 kept.add(storage_of(node))
+        small = small_tensors(chosen)
+        report.decisions += [replace(decision, format=None, reason=SMALL) for _, decision in small]
+        kept |= {storage_of(node) for node, _ in small}
+        chosen = [pair for pair in chosen if pair not in small]
         shared = [pair for pair in chosen if storage_of(pair[0]) in kept]
         report.decisions += [replace(decision, format=None, reason=SHARED) for _, decision in shared]
         return [pair for pair in chosen if pair not in shared]
@@ -233,6 +238,12 @@ class PlanPartitioner(CustomPartitionerFn):
         assert decision.format is not None
         tensor_id = crc32(decision.slot.names[0].encode()) if decision.slot.names else 0
         return GraphCodec(decision.format, decision.rounding, self.seed, tensor_id)
+
+
+def small_tensors(chosen: Sequence[tuple[fx.Node, GraphDecision]]) -> list[tuple[fx.Node, GraphDecision]]:
+    """Return the smallest of the tensors that a graph would pack on a GPU: as in eager mode, they are not worth a launch each."""
+    largest = max_left_bytes([d.unmodified_bytes for _, d in chosen])
+    return [(node, d) for node, d in chosen if node.meta["val"].is_cuda and d.unmodified_bytes <= largest]
 
 
 def joint_graph(gm: fx.GraphModule, options: dict[str, Any], roots: Mapping[str, str] | None = None) -> JointGraph:

@@ -1,4 +1,4 @@
-"""How Inductor compiles `paredown::encode`, `paredown::decode`, `paredown::unpack_bits` and `paredown::transposed_codes`.
+"""How Inductor compiles the operations of this library, such as `paredown::encode` and `paredown::decode`.
 
 Decode and unpack are pointwise operations, which it fuses into their readers. Each value is computed from its place i, in the layout of
 codec/reference.py:
@@ -34,8 +34,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 from torch._inductor import virtualized
+from torch._inductor.codegen.common import BackendFeature
 from torch._inductor.ir import ExternKernel, MutationOutput, NoneLayout, Pointwise
-from torch._inductor.lowering import empty_strided, fallback_handler, permute, register_lowering, view
+from torch._inductor.lowering import empty_strided, fallback_handler, permute, register_lowering, to_dtype, view
 from torch._inductor.ops_handler import OpCounterCSE
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
@@ -143,6 +144,20 @@ def _pointwise(source: Any, dtype: torch.dtype, value: Callable[[Any], Any], siz
     ranges: Any = [prod(sizes)]
     flat = Pointwise.create(device=source.get_device(), dtype=dtype, inner_fn=lambda index: value(index[0]), ranges=ranges)
     return permute(view(flat, sizes), dims)
+
+
+# --- casts ----------------------------------------------------------------------------------------------------------------------------
+
+
+@register_lowering(torch.ops.paredown.cast_all.default, type_promotion_kind=None)
+def cast_all(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """Return the lowering of `paredown::cast_all`: a pointwise operation for each tensor, and one kernel for all of them on a GPU."""
+    results = [to_dtype(tensor, dtype) for tensor in tensors]
+    if V.graph.has_feature(results[0].get_device(), BackendFeature.FOREACH):
+        for result in results:
+            result.realize()
+        V.graph.register_operation_list([result.get_operation_name() for result in results])
+    return results
 
 
 # --- encode ---------------------------------------------------------------------------------------------------------------------------
