@@ -36,7 +36,6 @@ calibrated device (assignment/speed.py).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -49,6 +48,7 @@ from paredown.autograd.operations import Use
 from paredown.plan.calibration import REFERENCE
 from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost
 from paredown.plan.footprint import bound_of, footprint
+from paredown.plan.offloaded_trace import NUMBERED
 from paredown.plan.plan import Plan
 from paredown.plan.recomputed_slots import planned_step
 from paredown.plan.step_time import added_time, product_of
@@ -57,9 +57,6 @@ from paredown.plan.trace import Slot, Trace, cached_on_trace
 from paredown.roles import Role
 
 Solution = tuple[AssignmentProblem, AssignmentPoint, tuple[str, ...]]  # problem, point, checkpointed layers
-NUMBERED = re.compile(
-    r"(.*_)?\d+"
-)  # an index of a ModuleList, or torchvision's encoder_layer_11; not conv1, which is part of a layer
 UNMODIFIED: Ladder = (None,)
 ProblemOf = Callable[[Trace, Ladder | None], AssignmentProblem]
 SizeOf = Callable[[Trace, Plan], int]  # `bound_of`, the peak with its margin, or `peak_of`

@@ -10,10 +10,11 @@ Sessions edit the graphs in the same way (session/compiled/recomputed_tensors.py
 from __future__ import annotations
 
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 from paredown.plan.checkpointed_trace import checkpointed_trace
+from paredown.plan.offloaded_trace import offloaded_trace
 from paredown.plan.plan import Plan
+from paredown.plan.selectors import first_match
 from paredown.plan.tiled_trace import tiled_trace
 from paredown.plan.trace import Output, Slot, Trace
 from paredown.roles import Role
@@ -22,9 +23,12 @@ SOURCE = "backward recomputes another tensor from it"
 
 
 def planned_step(step: Trace, plan: Plan) -> Trace:
-    """Return the trace of the step under the plan's `tiles` and `recompute`: layers of an eager step, single tensors of a compiled one."""
+    """Return the trace of the step under the plan's `tiles`, `recompute` and `offload`.
+
+    What is recomputed are layers of an eager step, or single tensors of a compiled one, which offloads nothing.
+    """
     step = tiled_trace(step, plan.tiles)
-    return recomputed_trace(step, plan) if step.is_compiled else checkpointed_trace(step, plan.checkpointed)
+    return recomputed_trace(step, plan) if step.is_compiled else offloaded_trace(checkpointed_trace(step, plan.checkpointed), plan)
 
 
 def recomputed_slots(trace: Trace, plan: Plan) -> list[Slot]:
@@ -82,8 +86,4 @@ def unhonoured_recomputation(step: Trace, plan: Plan) -> list[str]:
         reason = "the step is not compiled" if not step.is_compiled else "the plan has no rule for activations"
         return [f"{text} is not recomputed: {reason}" for text in named]
     names = {name for slot in recomputed_slots(step, plan) for name in slot.names}
-    return [
-        f"{text} is not recomputed: no saved tensor of this name can be"
-        for text in named
-        if not any(name == text or fnmatchcase(name, text) for name in names)
-    ]
+    return [f"{text} is not recomputed: no saved tensor of this name can be" for text in named if not first_match((text,), names)]

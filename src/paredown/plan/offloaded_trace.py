@@ -1,0 +1,100 @@
+"""`offloaded_trace`: the trace of a step whose packed values are in host memory between forward and backward, as a plan's `offload` says.
+
+Sessions move the packed values of a layer together (session/eager/host_memory.py): they copy them to host memory while the next layer
+computes, free them on the GPU when the layer after that one begins, and copy them back while backward of the next layer runs. At most two
+layers are on the GPU in each direction, and the two that forward packs last stay there, since backward needs them first:
+
+    layer 0, on the GPU     |#########|                                 |#########|
+    layer 1                      |#########|                       |#########|
+    layer 2                           |#######################################|          copied, and never freed
+    layer 3                                |#############################|               not copied
+
+A layer is a module with a number for a name, and what is inside of it; any other module is one by itself. Layers that pack something count,
+whether or not the plan offloads it.
+
+>>> layer_of("encoder.layers.3.mlp.0:input"), layer_of("layers.3@2:checkpoint.input"), layer_of("layer1.0.bn1:input"), layer_of("fc:input")
+('encoder.layers.3', 'layers.3', 'layer1.0', 'fc')
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import groupby
+
+from paredown.autograd.operations import Use
+from paredown.plan.byte_intervals import slot_storages
+from paredown.plan.checkpointed_trace import CALL
+from paredown.plan.plan import Plan
+from paredown.plan.selectors import first_match
+from paredown.plan.trace import Slot, Span, Trace
+from paredown.roles import Role
+
+# an index of a ModuleList, or torchvision's encoder_layer_11; not conv1, which is part of a layer
+NUMBERED = re.compile(r"(.*_)?\d+")
+Layer = Sequence[tuple[int, Slot]]  # slots that a layer packs, and when
+NOT_CUDA = "on a CPU all memory is the host's"
+IN_GRAPHS = "torch.compile runs the model, and compiled sessions offload nothing"
+READ_FIRST = "it is packed last, and backward needs it first"
+NOT_PACKED = "no activation of this name is stored packed"
+
+
+@lru_cache(maxsize=4096)
+def layer_of(name: str) -> str:
+    """Return the path of the layer that a slot belongs to: the outermost module with a number for a name, else its own module."""
+    parts = CALL.sub("", name.partition(":")[0]).split(".")
+    first = next((place for place, part in enumerate(parts) if NUMBERED.fullmatch(part)), len(parts) - 1)
+    return ".".join(parts[: first + 1])
+
+
+def packed_layers(step: Trace, plan: Plan) -> list[Layer]:
+    """Return the slots that each layer packs in forward, in forward order; [] if the step can offload nothing."""
+    if not plan.offload or step.device != "cuda" or step.is_compiled:
+        return []
+    storages, rows = slot_storages(step, plan), list[tuple[int, str, Slot]]()
+    for slot in step.kept_activations:
+        storage, savers = storages[slot.name], [saver for saver in slot.savers if saver.use is Use.VALUE]
+        part = next((part for part in slot.parts if part.use is Use.VALUE), None)
+        if part is not None and part.decoded and storage.packs and storage.format is not None and not storage.recomputed:
+            rows.append((part.packed, layer_of(savers[0].name if savers else slot.name), slot))
+    rows = sorted((row for row in rows if row[0] < step.backward_at), key=lambda row: row[0])
+    return [[(at, slot) for at, _, slot in group] for _, group in groupby(rows, key=lambda row: row[1])]
+
+
+def offloaded_trace(step: Trace, plan: Plan) -> Trace:
+    """Return the trace of the step in which `Part.away` says when packed values that `plan` offloads are not on the GPU.
+
+    What second forward passes pack while backward runs stays there.
+    """
+    layers = packed_layers(step, plan)
+    storages, first_read = slot_storages(step, plan) if layers else {}, dict[str, int]()
+    for slot in step.activations if layers else ():  # the tick at which backward decodes a slot, or one that is recomputed from it
+        source = slot.recomputed_from if storages[slot.name].recomputed else slot.name
+        starts = [start for part in slot.parts if part.use is Use.VALUE for start, _ in part.decoded]
+        first_read[source] = min([*starts, first_read.get(source, step.length)])
+    reads = [min(first_read[slot.name] for _, slot in layer) for layer in layers]
+    away: dict[str, Span] = {}
+    for place, layer in enumerate(layers[:-1]):
+        gone = layers[place + 2][0][0] if place + 2 < len(layers) else step.length
+        back = min(reads[place : place + 2])
+        away |= {slot.name: (gone, back) for _, slot in layer if any(map(plan.offloads, slot.names))}
+    return replace(step, slots=tuple(_moved(slot, away.get(slot.name)) for slot in step.slots)) if away else step
+
+
+def _moved(slot: Slot, away: Span | None) -> Slot:
+    if away is None or slot.role is not Role.ACTIVATION:
+        return slot
+    return replace(slot, parts=tuple(replace(part, away=away) if part.use is Use.VALUE else part for part in slot.parts))
+
+
+def unhonoured_offload(step: Trace, plan: Plan) -> list[str]:
+    """Return a sentence for each name or pattern in the plan's `offload` that moves nothing; `step` is that of `offloaded_trace`."""
+    moved, named = (
+        {name for slot in step.activations if any(part.away for part in slot.parts) for name in slot.names},
+        {name for layer in packed_layers(step, plan) for _, slot in layer for name in slot.names},
+    )
+    other = NOT_CUDA if step.device != "cuda" else IN_GRAPHS if step.is_compiled else NOT_PACKED
+    texts = [text for text in plan.offload if not first_match((text,), moved)]
+    return [f"{text} is not in host memory: {READ_FIRST if first_match((text,), named) else other}" for text in texts]
