@@ -9,8 +9,8 @@ layers are on the GPU in each direction, and the two that forward packs last sta
     layer 2                           |#######################################|          copied, and never freed
     layer 3                                |#############################|               not copied
 
-A layer is a module with a number for a name, and what is inside of it; any other module is one by itself. Layers that pack something count,
-whether or not the plan offloads it.
+A layer is a module with a number for a name, and what is inside of it; any other module is one by itself. Layers that save values
+count, packed or not; but only the packed values of the next layer bring those of a layer back early.
 
 >>> layer_of("encoder.layers.3.mlp.0:input"), layer_of("layers.3@2:checkpoint.input"), layer_of("layer1.0.bn1:input"), layer_of("fc:input")
 ('encoder.layers.3', 'layers.3', 'layer1.0', 'fc')
@@ -34,7 +34,7 @@ from paredown.roles import Role
 
 # an index of a ModuleList, or torchvision's encoder_layer_11; not conv1, which is part of a layer
 NUMBERED = re.compile(r"(.*_)?\d+")
-Layer = Sequence[tuple[int, Slot]]  # slots that a layer packs, and when
+Layer = Sequence[tuple[int, Slot]]  # slots of which a layer saves the values, and when
 NOT_CUDA = "on a CPU all memory is the host's"
 IN_GRAPHS = "torch.compile runs the model, and compiled sessions offload nothing"
 READ_FIRST = "it is packed last, and backward needs it first"
@@ -49,18 +49,18 @@ def layer_of(name: str) -> str:
     return ".".join(parts[: first + 1])
 
 
-def packed_layers(step: Trace, plan: Plan) -> list[Layer]:
-    """Return the slots that each layer packs in forward, in forward order; [] if the step can offload nothing."""
+def saving_layers(step: Trace, plan: Plan) -> list[tuple[str, Layer]]:
+    """Return the path of each layer that saves values in forward, in forward order, with its slots; [] if nothing can be offloaded."""
     if not plan.offload or step.device != "cuda" or step.is_compiled:
         return []
     storages, rows = slot_storages(step, plan), list[tuple[int, str, Slot]]()
     for slot in step.kept_activations:
-        storage, savers = storages[slot.name], [saver for saver in slot.savers if saver.use is Use.VALUE]
-        part = next((part for part in slot.parts if part.use is Use.VALUE), None)
-        if part is not None and part.decoded and storage.packs and storage.format is not None and not storage.recomputed:
+        savers = [saver for saver in slot.savers if saver.use is Use.VALUE]
+        part = next((part for part in slot.parts if part.use is Use.VALUE and part.decoded), None)
+        if part is not None and part.packed < step.backward_at and not storages[slot.name].recomputed:
             rows.append((part.packed, layer_of(savers[0].name if savers else slot.name), slot))
-    rows = sorted((row for row in rows if row[0] < step.backward_at), key=lambda row: row[0])
-    return [[(at, slot) for at, _, slot in group] for _, group in groupby(rows, key=lambda row: row[1])]
+    rows.sort(key=lambda row: row[0])
+    return [(path, [(at, slot) for at, _, slot in group]) for path, group in groupby(rows, key=lambda row: row[1])]
 
 
 def offloaded_trace(step: Trace, plan: Plan) -> Trace:
@@ -68,18 +68,19 @@ def offloaded_trace(step: Trace, plan: Plan) -> Trace:
 
     What second forward passes pack while backward runs stays there.
     """
-    layers = packed_layers(step, plan)
+    layers = [layer for _, layer in saving_layers(step, plan)]
     storages, first_read = slot_storages(step, plan) if layers else {}, dict[str, int]()
     for slot in step.activations if layers else ():  # the tick at which backward decodes a slot, or one that is recomputed from it
         source = slot.recomputed_from if storages[slot.name].recomputed else slot.name
         starts = [start for part in slot.parts if part.use is Use.VALUE for start, _ in part.decoded]
         first_read[source] = min([*starts, first_read.get(source, step.length)])
-    reads = [min(first_read[slot.name] for _, slot in layer) for layer in layers]
+    packed = [[slot for _, slot in layer if storages[slot.name].packs and storages[slot.name].format] for layer in layers]
+    reads = [min((first_read[slot.name] for slot in slots), default=step.length) for slots in packed]
     away: dict[str, Span] = {}
-    for place, layer in enumerate(layers[:-1]):
+    for place, slots in enumerate(packed[:-1]):
         gone = layers[place + 2][0][0] if place + 2 < len(layers) else step.length
-        back = min(reads[place : place + 2])
-        away |= {slot.name: (gone, back) for _, slot in layer if any(map(plan.offloads, slot.names))}
+        span = gone, min(reads[place : place + 2])
+        away |= {slot.name: span for slot in slots if any(map(plan.offloads, slot.names))}
     return replace(step, slots=tuple(_moved(slot, away.get(slot.name)) for slot in step.slots)) if away else step
 
 
@@ -91,10 +92,12 @@ def _moved(slot: Slot, away: Span | None) -> Slot:
 
 def unhonoured_offload(step: Trace, plan: Plan) -> list[str]:
     """Return a sentence for each name or pattern in the plan's `offload` that moves nothing; `step` is that of `offloaded_trace`."""
-    moved, named = (
-        {name for slot in step.activations if any(part.away for part in slot.parts) for name in slot.names},
-        {name for layer in packed_layers(step, plan) for _, slot in layer for name in slot.names},
-    )
-    other = NOT_CUDA if step.device != "cuda" else IN_GRAPHS if step.is_compiled else NOT_PACKED
+    if not plan.offload:
+        return []
+    storages = slot_storages(step, plan)
+    moved = {name for slot in step.activations if any(part.away for part in slot.parts) for name in slot.names}
+    packed = {name for slot in step.activations if storages[slot.name].format for name in slot.names}
+    refused = NOT_CUDA if step.device != "cuda" else IN_GRAPHS if step.is_compiled else ""
     texts = [text for text in plan.offload if not first_match((text,), moved)]
-    return [f"{text} is not in host memory: {READ_FIRST if first_match((text,), named) else other}" for text in texts]
+    reasons = [refused or (READ_FIRST if first_match((text,), packed) else NOT_PACKED) for text in texts]
+    return [f"{text} is not in host memory: {reason}" for text, reason in zip(texts, reasons, strict=True)]

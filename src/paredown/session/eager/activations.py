@@ -307,7 +307,7 @@ class Activations:
             if memory == slot.memory and piece.address not in inputs:
                 storage = self._current_storage()
                 if piece.address not in storage.unpacked:
-                    if slot.is_unmodified and piece.address not in storage.at_address:  # as by `_leave`
+                    if slot.is_unmodified and self.host is None and piece.address not in storage.at_address:  # as by `_leave`
                         storage.left[piece.key], storage.unpacked[piece.address] = slot.nbytes, tensor
                     elif slot.is_cuda:
                         with self._lock:
@@ -377,6 +377,8 @@ class Activations:
         """Leave a piece of memory unmodified, and drop packed copies of it."""
         if use is Use.EXACT:
             self.not_packed.setdefault(saved.name, saved.reason)
+        if use is VALUE and self.host is not None and not storage.is_in_backward:
+            self.host.reach(saved.name, piece.tensor.device)
         storage.left[piece.key] = slot.nbytes if use is VALUE else 0
         storage.unpacked[piece.address] = unmodified = piece.tensor
         for form in storage.at_address.get(piece.address, ()):

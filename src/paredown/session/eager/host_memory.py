@@ -40,6 +40,7 @@ class HostMemory:
         self._filling: OffloadedLayer | None = None  # whose slots are being packed
         self._leaving: OffloadedLayer | None = None  # the layer before, which is being copied to host memory
         self._is_new_pass = True
+        self._packed: set[str] = set()  # slots
         self._reason = ""  # why the last slots were not moved
         self._has_failed = False  # whether there was no pinned memory
 
@@ -47,24 +48,29 @@ class HostMemory:
         """Begin a forward pass, with a layer of its own."""
         self._is_new_pass = True
 
-    def add(self, name: str, form: StoredForm) -> None:
-        """Add the packed values of a slot to those of its layer, which move to host memory if the plan says so."""
-        if type(form) is not StoredValues or form.stored is None or self._has_failed:
-            return
-        if name not in self._layers:
-            self._layers[name] = layer_of(name), self._plan.offloads(name)
-        path, is_moved = self._layers[name]
-        if form.host is not None:
-            form.host.is_moved |= is_moved
-            return
-        device: torch.device = form.stored.device
+    def reach(self, name: str, device: torch.device) -> bool:
+        """Begin another layer if a slot with this name is of another one; return whether something can be moved."""
+        if self._has_failed:
+            return False
         if device.type not in OFFLOADING_DEVICES or is_capturing():
             self._reason = CAPTURED if device.type == "cuda" else NOT_CUDA
-            return
+            return False
+        if name not in self._layers:
+            self._layers[name] = layer_of(name), self._plan.offloads(name)
+        path = self._layers[name][0]
         if self._filling is None or self._is_new_pass or self._filling.path != path:
             self._begin_layer(path, device)
-        if self._filling is not None:
-            self._filling.add(name, form, is_moved=is_moved)
+        return self._filling is not None
+
+    def add(self, name: str, form: StoredForm) -> None:
+        """Add the packed values of a slot to those of its layer, which move to host memory if the plan says so."""
+        if type(form) is not StoredValues or form.stored is None:
+            return
+        if form.host is not None:
+            form.host.is_moved |= self._plan.offloads(name)
+        elif self.reach(name, form.stored.device) and self._filling is not None:
+            self._packed.add(name)
+            self._filling.add(name, form, is_moved=self._layers[name][1])
 
     def _begin_layer(self, path: str, device: torch.device) -> None:
         """Free the packed values of the layer before the last one on the GPU, and start copying those of the last one."""
@@ -86,7 +92,7 @@ class HostMemory:
         is_refused, moved = is_compiled or self._has_failed, self._copies.moved
 
         def reason(text: str) -> str:
-            other = READ_FIRST if first_match((text,), self._layers) else NOT_PACKED
+            other = READ_FIRST if first_match((text,), self._packed) else NOT_PACKED
             return IN_GRAPHS if is_compiled else self._reason or other
 
         texts = [text for text in self._plan.offload if is_refused or not first_match((text,), moved)]
