@@ -51,6 +51,7 @@ from paredown.roles import FORMATTED, OF_PARAMETER, Role, weight_role
 from paredown.sizes import FLOAT_BYTES
 
 FLOAT32_BYTES = 4
+MIB = 1 << 20
 WITH_RESIDUE = "bf16"  # format of weights whose next 8 bits a residue stores
 BASELINE = Plan()
 # bytes of a value; other dtypes have 1
@@ -205,14 +206,34 @@ def intervals(trace: Trace, plan: Plan) -> list[Interval]:
 def host_bytes(trace: Trace, plan: Plan, *, is_rounded: bool = False) -> int:
     """Return the bytes of packed values that are in host memory when backward begins; `trace` is that of `planned_step`.
 
-    `is_rounded`: with each tensor rounded up to a power of two, as torch's allocator of pinned memory does.
+    `is_rounded`: as torch's allocator of pinned memory rounds them.
     """
     if not plan.offload:
         return 0
     storages = slot_storages(trace, plan)
     moved = [(slot, part) for slot in trace.activations for part in slot.parts if part.away and storages[slot.name].packs]
     sizes = [part_bytes(slot, part, storages[slot.name]) for slot, part in moved]
-    return sum(1 << (size - 1).bit_length() if is_rounded else size for size in sizes if size)
+    return sum(map(pinned_bytes, sizes)) if is_rounded else sum(sizes)
+
+
+def pinned_pieces(nbytes: int) -> list[int]:
+    """Return the sizes of the pieces in which sessions hold so many bytes in host memory, so that rounding adds less than 1 MiB.
+
+    torch's allocator of pinned memory rounds each up to a power of two.
+
+    >>> [size >> 20 for size in pinned_pieces(33 << 20)], pinned_pieces(3 << 10), pinned_bytes(3 << 10)
+    ([32, 1], [3072], 4096)
+    """
+    pieces = list[int]()
+    while nbytes > MIB:
+        pieces.append(1 << (nbytes.bit_length() - 1))
+        nbytes -= pieces[-1]
+    return [*pieces, nbytes] if nbytes else pieces
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """Return the pinned memory that torch allocates for so many bytes of one tensor."""
+    return sum(1 << (size - 1).bit_length() for size in pinned_pieces(nbytes))
 
 
 @cached_on_trace

@@ -90,12 +90,17 @@ def _moved(slot: Slot, away: Span | None) -> Slot:
     return replace(slot, parts=tuple(replace(part, away=away) if part.use is Use.VALUE else part for part in slot.parts))
 
 
+def offloaded_names(step: Trace) -> set[str]:
+    """Return the names of the slots of which something is in host memory; `step` is that of `offloaded_trace`."""
+    return {name for slot in step.activations if any(part.away for part in slot.parts) for name in slot.names}
+
+
 def unhonoured_offload(step: Trace, plan: Plan) -> list[str]:
     """Return a sentence for each name or pattern in the plan's `offload` that moves nothing; `step` is that of `offloaded_trace`."""
     if not plan.offload:
         return []
     storages = slot_storages(step, plan)
-    moved = {name for slot in step.activations if any(part.away for part in slot.parts) for name in slot.names}
+    moved = offloaded_names(step)
     packed = {name for slot in step.activations if storages[slot.name].format for name in slot.names}
     refused = NOT_CUDA if step.device != "cuda" else IN_GRAPHS if step.is_compiled else ""
     texts = [text for text in plan.offload if not first_match((text,), moved)]

@@ -12,12 +12,13 @@ the GPU as a whole, with a row in `session.changes`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from paredown.plan.byte_intervals import pinned_pieces
 from paredown.plan.offloaded_trace import IN_GRAPHS, NOT_CUDA, NOT_PACKED, READ_FIRST, layer_of
 from paredown.plan.plan import Plan
 from paredown.plan.selectors import first_match
@@ -192,19 +193,25 @@ class LayerCopy(HostCopy):
 # --- copies ----------------------------------------------------------------------------------------------------------------------------
 
 
+class HostBytes(NamedTuple):
+    """The bytes of what a codec stores, in host memory: each tensor as pieces of the sizes of `pinned_pieces`.
+
+    `like` has tensors of the same shapes and dtypes on the meta device.
+    """
+
+    like: Any
+    pieces: list[list[Tensor]]  # by tensor
+
+
 def mapped(stored: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return what a codec stores with `function` applied to its tensors."""
+    """Return what a codec stores, a buffer or a packed tensor, with `function` applied to its tensors."""
     return function(stored) if isinstance(stored, Tensor) else stored.mapped(function)
 
 
-def parts_of(stored: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of what a codec stores."""
-    return (stored,) if isinstance(stored, Tensor) else tuple(stored.parts.tensors())
-
-
-def empty_pinned(part: Tensor) -> Tensor:
-    """Return uninitialized pinned host memory for a copy of `part`."""
-    return torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True)
+def flat_bytes(stored: Any) -> list[Tensor]:
+    """Return the bytes of each tensor of what a codec stores, as flat uint8 views."""
+    parts = [stored] if isinstance(stored, Tensor) else stored.parts.tensors()
+    return [part.reshape(-1).view(torch.uint8) for part in parts]
 
 
 class HostCopies:
@@ -214,37 +221,52 @@ class HostCopies:
         self._streams: dict[torch.device, Any] = {}
         self.moved: set[str] = set()  # slots that were copied to host memory
 
-    def to_host(self, stored: Iterable[Any], device: torch.device) -> tuple[list[Any], Any]:
+    def to_host(self, stored: Sequence[Any], device: torch.device) -> tuple[list[HostBytes], Any]:
         """Return copies in host memory, and the event after which they are complete; raise MemoryError without pinned memory."""
-        if device.type == "cpu":
-            return [mapped(one, Tensor.clone) for one in stored], None
-        stored = list(stored)
+        sources = [flat_bytes(one) for one in stored]
         try:
-            targets = [mapped(one, empty_pinned) for one in stored]
+            copies = [
+                HostBytes(mapped(one, lambda part: torch.empty_like(part, device="meta")), [_pieces(part) for part in parts])
+                for one, parts in zip(stored, sources, strict=True)
+            ]
         except RuntimeError as error:
             raise MemoryError(NOT_PINNED.format(str(error).partition("\n")[0])) from None
-        return self._copied(stored, targets, device)
+        pairs = [(copy.pieces, parts) for copy, parts in zip(copies, sources, strict=True)]
+        return copies, self._copy([pair for pieces, parts in pairs for pair in _by_piece(pieces, parts)], device)
 
-    def to_device(self, on_host: Iterable[Any], device: torch.device) -> tuple[list[Any], Any]:
+    def to_device(self, on_host: Sequence[HostBytes], device: torch.device) -> tuple[list[Any], Any]:
         """Return copies on `device`, in memory of its current stream, and the event after which they are complete."""
-        if device.type == "cpu":
-            return [mapped(one, Tensor.clone) for one in on_host], None
-        on_host = list(on_host)
-        return self._copied(on_host, [mapped(one, lambda part: torch.empty_like(part, device=device)) for one in on_host], device)
+        stored = [mapped(copy.like, lambda part: torch.empty_like(part, device=device)) for copy in on_host]
+        pairs = [pair for copy, one in zip(on_host, stored, strict=True) for pair in _by_piece(copy.pieces, flat_bytes(one))]
+        return stored, self._copy([(target, piece) for piece, target in pairs], device)
 
     def wait(self, copied: Any, device: torch.device) -> None:
         """Let the current stream of `device` wait for copies."""
         if copied is not None:
             torch.cuda.current_stream(device).wait_event(copied)
 
-    def _copied(self, sources: list[Any], targets: list[Any], device: torch.device) -> tuple[list[Any], Any]:
-        """Copy on the stream of copies, after the work that is queued on the current stream."""
+    def _copy(self, pairs: list[tuple[Tensor, Tensor]], device: torch.device) -> Any:
+        """Copy the second tensor of each pair to the first, on the stream of copies, after the work queued on the current stream."""
+        if device.type == "cpu":
+            for target, source in pairs:
+                target.copy_(source)
+            return None
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for source, target in zip(sources, targets, strict=True):
-                for part, copy in zip(parts_of(source), parts_of(target), strict=True):
-                    copy.copy_(part, non_blocking=True)
-        return targets, stream.record_event()
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+
+def _pieces(part: Tensor) -> list[Tensor]:
+    """Return uninitialized memory of the host for the bytes of `part`, pinned if it is on a GPU."""
+    return [torch.empty(size, dtype=torch.uint8, pin_memory=part.is_cuda) for size in pinned_pieces(part.nbytes)]
+
+
+def _by_piece(pieces: list[list[Tensor]], parts: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pairs of a piece of host memory and the bytes on the device that it has."""
+    for of_part, part in zip(pieces, parts, strict=True):
+        yield from zip(of_part, part.split([piece.numel() for piece in of_part]), strict=True)
