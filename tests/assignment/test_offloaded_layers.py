@@ -107,7 +107,7 @@ def test_a_host_budget_that_is_too_small(trace: Trace) -> None:
 def test_copies_that_take_longer_than_a_step(trace: Trace) -> None:
     budget = footprint(trace, Plan.uniform(activation="uint2/64@bf16+bf16")).peak_bytes - (2 << 20)
     assert assign(trace, budget, recompute=False, host_budget="1GiB", calibration=FAST).offload
-    with pytest.raises(BudgetError, match="a step would wait .* s for copies .*longer than it takes without a plan"):
+    with pytest.raises(BudgetError, match=r"a step would wait .* s for copies .*longer than it takes without a plan"):
         assign(trace, budget, recompute=False, host_budget="1GiB", calibration=SLOW)
 
 

@@ -106,8 +106,12 @@ def test_inputs_in_host_memory(config: str) -> None:
     (kept,), (moved,) = (asked_json(*step, *more)["plans"] for more in ((), ("--offload",)))
     inputs = 2 * pare.Format.parse("int8/64@bf16").nbytes((1, 64, 96))  # that of the first layer requires no gradient: unmodified
     assert moved["host_bytes"] == inputs and "host_bytes" not in kept
-    assert kept["by_role"]["activation"] - moved["by_role"]["activation"] == moved["host_bytes"]
-    assert "inputs in host memory" in ask(*step, "--offload")[1]
+    assert kept["by_role"]["activation"] - moved["by_role"]["activation"] == inputs // 2, "the last one is on the GPU too"
+    (fits,), (does_not,) = (
+        asked_json(*step, "--offload", "--budget", "1GiB", "--host-budget", str(size))["plans"] for size in (inputs, inputs - 1)
+    )
+    assert fits["fits"] and not does_not["fits"]
+    assert "in host memory" in ask(*step, "--offload")[1]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from paredown import Plan, Role, apply, footprint, trace_step
 from paredown.errors import PlanError
+from paredown.optim.sharded.local_rows import local
 from paredown.plan.offloaded_trace import IN_GRAPHS, NOT_CUDA, NOT_PACKED, READ_FIRST
 from paredown.plan.plan import CHECKPOINT_INPUTS
 from paredown.session.eager import host_memory
@@ -25,6 +28,7 @@ from paredown.study.sweeps.plan_labels import plan_label
 from paredown.study.sweeps.sweep import TrialSpec
 from tests.session.nets import INT8
 from tests.session.test_second_passes import BY_MODEL, NONE, ROWS, WIDTH, Stack, assert_equal, batch, gradients
+from tests.support.processes import needs_gloo, run_on_two
 
 INPUTS = Plan().set("activation=*:checkpoint.input", INT8)
 EIGHT_BITS = ROWS * WIDTH + ROWS * WIDTH // 64 * 2
@@ -234,6 +238,32 @@ def test_other_parts_name_it() -> None:
     assert plan_label(plans[2]).endswith("layers.* offloaded")
     with apply(Plan.uniform(activation=INT8).offloading(), Stack(NONE), mode="simulate") as session:
         assert [row.given for row in session.changes if row.slot == CHECKPOINT_INPUTS[0]] == ["unmodified"]
+
+
+def of_two_processes(rank: int, folder: Path) -> list[tuple[bool, int]]:
+    """Of DDP and of fully_shard: whether the gradients are those without offload, and the bytes in host memory."""
+    host_memory.OFFLOADING_DEVICES = ("cpu",)
+    found: list[tuple[bool, int]] = []
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
+    for wrap in (DistributedDataParallel, fully_shard):
+        gradients_of: list[list[Tensor]] = []
+        for plan in (PACKED, PACKED.offloading("layers.*")):
+            model: Any = wrap(Layers())
+            with apply(plan, model) as session:
+                loss = model(x)
+                on_host = session.host_bytes
+                loss.backward()
+                assert not any(row.asked == "offload" for row in session.changes)
+                gradients_of.append([local(p.grad) for p in model.parameters()])
+        found.append((all(map(torch.equal, *gradients_of)), on_host))
+    return found
+
+
+@needs_gloo
+@pytest.mark.filterwarnings("ignore")
+def test_several_processes_offload_their_own_activations(tmp_path: Path) -> None:
+    expected = footprint(trace_step(Layers(), (batch(),), device="cuda"), PACKED.offloading("layers.*")).host_bytes
+    assert run_on_two(of_two_processes, tmp_path) == [[(True, expected), (True, expected)]] * 2
 
 
 @pytest.mark.gpu

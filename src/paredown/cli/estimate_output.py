@@ -370,7 +370,7 @@ def _totals(rows: Sequence[EstimateRow], allowed: int | None) -> list[tuple[str,
         lines.append(sizes("sent by a process", lambda row: row.sent_bytes))
     lines.append(sizes("activations stored for backward", lambda row: row.by_role.get("activation")))
     if any(row.host_bytes is not None for row in rows):
-        lines.append(sizes("inputs in host memory", lambda row: row.host_bytes))
+        lines.append(sizes("in host memory", lambda row: row.host_bytes))
     if allowed is not None:
         lines.append((f"fits {say_bytes(allowed)}", *("yes" if row.fits else "no" for row in rows)))
     if any(row.step_seconds is not None for row in rows):

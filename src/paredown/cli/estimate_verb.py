@@ -21,6 +21,7 @@ from paredown.cli.application import (
     BudgetOption,
     Exit,
     GpuOption,
+    HostBudgetOption,
     JsonOption,
     ModelArgument,
     ReportOption,
@@ -80,6 +81,7 @@ class EstimateRequest:
         option("MLPs, norms and adapted projections of every layer run over pieces of so many tokens.", min=1, metavar="TOKENS"),
     ] = None
     offload: Annotated[bool, typer.Option("--offload", help="Packed inputs of checkpointed layers are in host memory.")] = False
+    host_budget: HostBudgetOption = None
     frozen: Annotated[str | None, option("Store frozen weights in it: nf4/64@bf16, int8/64@bf16.", metavar="FORMAT")] = None
     world_size: Annotated[
         int, typer.Option("--world-size", min=1, help="Processes that train the model together; bytes are those of one.")
@@ -246,16 +248,21 @@ class PlannedStep:
     def largest_batches(self, allowed: int) -> dict[str, int]:
         """Return for each plan the largest batch whose predicted peak is within `allowed` bytes; 0 if not even one example fits."""
         largest: dict[str, int] = {}
+
+        def needed(name: str, batch_size: int) -> int:
+            return self.needed_bytes(self.footprint(name, self.plans[name], batch_size), allowed)
+
         with progress_bar("the largest batch") as progress:
             for name in self.plans:
                 progress(len(largest), len(self.plans), name)
-                peak = partial(self.peak_bytes, name)
-                largest[name] = largest_batch(peak, allowed, start=self.subject.batch_size)
+                largest[name] = largest_batch(partial(needed, name), allowed, start=self.subject.batch_size)
         return largest
 
-    def peak_bytes(self, name: str, batch_size: int) -> int:
-        """Return the predicted peak under the plan of this name with another batch size."""
-        return self.footprint(name, self.plans[name], batch_size).peak_bytes
+    def needed_bytes(self, foot: Footprint, allowed: int) -> int:
+        """Return the bytes to compare with a budget of `allowed`: the peak, or more where --host-budget is exceeded by a larger share."""
+        if self.request.host_budget is None or not foot.host_bytes:
+            return foot.peak_bytes
+        return max(foot.peak_bytes, -(-allowed * foot.host_bytes // parse_bytes(self.request.host_budget)))
 
     def peak_of_length(self, name: str, length: int) -> int:
         """Return the predicted peak under the plan of this name with a text of another length."""
@@ -293,7 +300,9 @@ def _check_offload(feet: Mapping[str, Footprint]) -> None:
 def _estimate_of(step: PlannedStep, feet: Mapping[str, Footprint], allowed: int | None) -> EstimatedStep:
     subject, trace, depth = step.subject, step.subject.trace(), step.request.depth
     grouping = _grouping(next(iter(feet.values())), depth)
-    rows = [_row(name, foot, allowed, depth or 1, grouping) for name, foot in feet.items()]
+    rows = [_row(name, foot, depth or 1, grouping) for name, foot in feet.items()]
+    if allowed is not None:
+        rows = [replace(row, fits=step.needed_bytes(feet[row.plan], allowed) <= allowed) for row in rows]
     if step.request.batch == AUTO:
         largest = step.largest_batches(allowed or 0)
         rows = [replace(row, largest_batch=largest[row.plan]) for row in rows]
@@ -321,8 +330,8 @@ def _adapters(subject: Subject) -> Adapters | None:
     return Adapters(len(subject.adapted), trained, total) if subject.adapted else None
 
 
-def _row(name: str, foot: Footprint, allowed: int | None, depth: int, grouping: Grouping) -> EstimateRow:
-    """Return the estimate under the plan `name` as a row, with bytes by module to `depth` parts of their paths; `allowed`: the budget."""
+def _row(name: str, foot: Footprint, depth: int, grouping: Grouping) -> EstimateRow:
+    """Return the estimate under the plan `name` as a row without a verdict, with bytes by module to `depth` parts of their paths."""
     from paredown.plan.explanation import unpacked_slots
     from paredown.predict.device_calibration import calibration_for
 
@@ -332,7 +341,6 @@ def _row(name: str, foot: Footprint, allowed: int | None, depth: int, grouping: 
         peak_bytes=foot.peak_bytes,
         low_bytes=foot.low_bytes,
         high_bytes=foot.high_bytes,
-        fits=None if allowed is None else foot.peak_bytes <= allowed,
         by_role={role.value: n for role, n in foot.by_role.items() if n},
         at_peak={role.value: n for role, n in foot.at_peak.items() if n},
         workspace_bytes=foot.workspace_bytes,

@@ -14,6 +14,7 @@ from paredown.cli.application import (
     BatchOption,
     BudgetOption,
     GpuOption,
+    HostBudgetOption,
     JsonOption,
     ModelArgument,
     OverwriteOption,
@@ -59,6 +60,7 @@ class PlanRequest:
     error_allowance: Annotated[
         float | None, option("With --prefer speed: the largest predicted squared gradient error.", metavar="ERROR", min=0.0)
     ] = None
+    host_budget: HostBudgetOption = None
     batch: BatchOption = None
     step: SubjectOptions
     seed: SeedOption = 0
@@ -92,6 +94,7 @@ def make_plan(request: PlanRequest) -> None:
     made.save(request.out)
     if request.is_json:
         sizes = {"peak_bytes": foot.peak_bytes, "high_bytes": foot.high_bytes, "baseline_bytes": baseline.peak_bytes}
+        sizes |= {"host_bytes": foot.host_bytes} if made.offload else {}
         value = {"model": subject.name, "budget_bytes": allowed, **sizes, "file": str(request.out)}
         return emit({**value, "plan": made.to_json()})
     fit, step = repr(foot.fits(allowed)), step_text(request.model, options)
@@ -108,6 +111,7 @@ def _made(request: PlanRequest, subject: Subject, within: Budget) -> Plan:
         recompute=request.recompute,
         prefer=request.prefer,
         error_allowance=request.error_allowance,
+        host_budget=request.host_budget,
     )
 
 
