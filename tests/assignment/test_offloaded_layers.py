@@ -16,7 +16,7 @@ from paredown.plan.byte_intervals import pinned_bytes
 from paredown.plan.calibration import COPY_BYTES_PER_SECOND, REFERENCE, TO_DEVICE, TO_HOST, Calibration
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
-from paredown.plan.recomputed_slots import planned_step
+from paredown.plan.planned_step import planned_step
 from paredown.plan.step_time import offload_wait
 from paredown.plan.trace import Trace
 

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from paredown import Plan, Role, apply, footprint, trace_step
 from paredown.errors import PlanError
 from paredown.optim.sharded.local_rows import local
-from paredown.plan.offloaded_trace import IN_GRAPHS, NOT_CUDA, NOT_PACKED, READ_FIRST
 from paredown.plan.plan import CHECKPOINT_INPUTS
+from paredown.plan.planned_step import IN_GRAPHS, NOT_CUDA, NOT_PACKED, READ_FIRST
 from paredown.session.eager import host_memory
 from paredown.session.eager.host_memory import HostCopies
 from paredown.session.eager.stored_tensors import StoredValues

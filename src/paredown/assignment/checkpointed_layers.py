@@ -48,9 +48,8 @@ from paredown.autograd.operations import Use
 from paredown.plan.calibration import REFERENCE, Calibration
 from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost
 from paredown.plan.footprint import bound_of, footprint
-from paredown.plan.offloaded_trace import NUMBERED
 from paredown.plan.plan import Plan
-from paredown.plan.recomputed_slots import planned_step
+from paredown.plan.planned_step import NUMBERED, planned_step
 from paredown.plan.step_time import added_time, product_of
 from paredown.plan.storage import Assignment
 from paredown.plan.trace import Slot, Trace, cached_on_trace

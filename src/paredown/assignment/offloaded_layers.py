@@ -25,9 +25,8 @@ from paredown.errors import BudgetError, PlanError
 from paredown.plan.byte_intervals import host_bytes
 from paredown.plan.calibration import REFERENCE, Calibration, find_calibration
 from paredown.plan.checkpointed_trace import step_under
-from paredown.plan.offloaded_trace import IN_GRAPHS, NOT_CUDA, offloaded_names, offloaded_trace, saving_layers
 from paredown.plan.plan import Plan
-from paredown.plan.recomputed_slots import planned_step
+from paredown.plan.planned_step import IN_GRAPHS, NOT_CUDA, offloaded_names, offloaded_trace, planned_step, saving_layers
 from paredown.plan.selectors import first_match
 from paredown.plan.step_time import offload_wait, predict_step
 from paredown.plan.trace import Trace

@@ -16,7 +16,7 @@ autograd itself then holds neither the weight nor its cast under autocast. A gra
     gradient                                           |##|
     packed     |..................................................|
 
-Packed values that a plan offloads are away from the GPU for a while (`Part.away`, plan/offloaded_trace.py).
+Packed values that a plan offloads are away from the GPU for a while (`Part.away`, plan/planned_step.py).
 
 Everything else that the step allocates is one interval from birth to death.
 

@@ -23,7 +23,7 @@ from paredown.plan.byte_intervals import SlotStorage, moment_bytes, parameter_of
 from paredown.plan.checkpointed_trace import is_of
 from paredown.plan.footprint import slot_bytes
 from paredown.plan.plan import Plan
-from paredown.plan.recomputed_slots import planned_step
+from paredown.plan.planned_step import planned_step
 from paredown.plan.tiled_trace import tiled_modules
 from paredown.plan.trace import Slot, Trace
 from paredown.roles import Role

@@ -58,10 +58,9 @@ from paredown.plan.distribution import (
     distribution_of,
     largest_unit_bytes,
 )
-from paredown.plan.offloaded_trace import unhonoured_offload
 from paredown.plan.plan import Plan
+from paredown.plan.planned_step import planned_step, unhonoured_offload, unhonoured_recomputation
 from paredown.plan.presets import PRESETS
-from paredown.plan.recomputed_slots import planned_step, unhonoured_recomputation
 from paredown.plan.step_time import StepTime, predict_step
 from paredown.plan.tiled_trace import say_tiles
 from paredown.plan.trace import Slot, Trace, cached_on_trace

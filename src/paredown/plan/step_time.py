@@ -34,9 +34,8 @@ from paredown.errors import CalibrationError
 from paredown.plan.byte_intervals import BASELINE, model_memory, part_bytes, resolve_parameter_formats, slot_storages
 from paredown.plan.calibration import ELEMENTWISE, TO_DEVICE, TO_HOST, Calibration
 from paredown.plan.checkpointed_trace import is_of, modules_of, outermost, step_under, with_parents
-from paredown.plan.offloaded_trace import layer_of, saving_layers
 from paredown.plan.plan import Plan
-from paredown.plan.recomputed_slots import planned_step, recomputed_slots
+from paredown.plan.planned_step import layer_of, planned_step, recomputed_slots, saving_layers
 from paredown.plan.tiled_trace import tiled_modules
 from paredown.plan.trace import Operation, Slot, Trace, cached_on_trace
 from paredown.roles import Role

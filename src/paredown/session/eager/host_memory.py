@@ -3,7 +3,7 @@
 `HostMemory` collects them layer by layer (`layer_of` the slot's name). A stream of its own copies the packed values of a layer to pinned
 host memory while the next layer computes; when the layer after that begins, they are freed on the GPU. When backward reads the first of a
 layer, the layer before it is copied back too, so that it arrives while this one computes. At most two layers are on the GPU in each
-direction. Memory is freed after waits of streams, not when a copy happens to be done: plan/offloaded_trace.py predicts the same bytes.
+direction. Memory is freed after waits of streams, not when a copy happens to be done: plan/planned_step.py predicts the same bytes.
 
 The host memory is pinned; torch's allocator keeps it for the next step. If it cannot be allocated, this layer and all later ones stay on
 the GPU as a whole, with a row in `session.changes`.
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from paredown.plan.byte_intervals import pinned_pieces
-from paredown.plan.offloaded_trace import IN_GRAPHS, NOT_CUDA, NOT_PACKED, READ_FIRST, layer_of
 from paredown.plan.plan import Plan
+from paredown.plan.planned_step import IN_GRAPHS, NOT_CUDA, NOT_PACKED, READ_FIRST, layer_of
 from paredown.plan.selectors import first_match
 from paredown.session.eager.stored_tensors import HostCopy, StoredForm, StoredValues
 from paredown.session.value_bounds import is_capturing
