@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paredown import Plan, Role, apply, footprint, trace_step
 from paredown.errors import PlanError
 from paredown.optim.sharded.local_rows import local
+from paredown.plan.explanation import explain_slots
 from paredown.plan.plan import CHECKPOINT_INPUTS
 from paredown.plan.planned_step import IN_GRAPHS, NOT_CUDA, NOT_PACKED, READ_FIRST
 from paredown.session.eager import host_memory
@@ -119,6 +120,7 @@ def test_predicted_bytes_are_stored_bytes(make: Any, plan: Plan, slots: tuple[st
     freed = before.by_role[Role.ACTIVATION] - after.by_role[Role.ACTIVATION]
     assert (nothing, before.host_bytes) == (0, 0) and on_host == after.host_bytes > 0
     assert without - stored == freed > 0 and after.peak_bytes <= before.peak_bytes
+    assert any(row.why.endswith("in host memory until backward needs it") for row in explain_slots(trace, moving))
     assert "in host memory: packed activations" in repr(after) and not any("host" in note for note in after.notes)
 
 

@@ -59,7 +59,7 @@ class HostMemory:
         if name not in self._layers:
             self._layers[name] = layer_of(name), self._plan.offloads(name)
         path = self._layers[name][0]
-        if self._filling is None or self._is_new_pass or self._filling.path != path:
+        if self._filling is None or self._is_new_pass or (self._filling.path, self._filling.device) != (path, device):
             self._begin_layer(path, device)
         return self._filling is not None
 
@@ -104,7 +104,7 @@ class OffloadedLayer:
     """The packed values of one layer that are moved together, and the layer before it, which backward needs next."""
 
     def __init__(self, path: str, device: torch.device, copies: HostCopies, before: OffloadedLayer | None) -> None:
-        self.path, self._device, self._copies = path, device, copies
+        self.path, self.device, self._copies = path, device, copies
         self._before = weakref.ref(before) if before is not None else lambda: None
         self._added: list[weakref.ref[LayerCopy]] = []
         self._copied: Any = None  # the event after which the last copy of its values is complete, in either direction
@@ -113,7 +113,7 @@ class OffloadedLayer:
 
     def __del__(self) -> None:
         if self._arriving:  # nothing has read them: their memory must not be used again before the copy is complete
-            self._copies.wait(self._copied, self._device)
+            self._copies.wait(self._copied, self.device)
 
     def add(self, name: str, form: StoredValues, *, is_moved: bool) -> None:
         """Add the values of a slot, which stay on the GPU for now; `is_moved`: until the layer is copied to host memory."""
@@ -130,7 +130,7 @@ class OffloadedLayer:
         present = [(copy, form) for copy, form in self._present() if copy.is_moved and form.stored is not None]
         if not present:
             return
-        copies, self._copied = self._copies.to_host([form.stored for _, form in present], self._device)
+        copies, self._copied = self._copies.to_host([form.stored for _, form in present], self.device)
         for (copy, form), on_host in zip(present, copies, strict=True):
             copy.on_host, copy.num_bytes = on_host, form.codec.nbytes
             self._copies.moved.add(copy.name)
@@ -144,7 +144,7 @@ class OffloadedLayer:
         """Free the values on the GPU, once the copies are complete."""
         present = [form for copy, form in self._present() if copy.on_host is not None]
         if present:
-            self._copies.wait(self._copied, self._device)
+            self._copies.wait(self._copied, self.device)
         for form in present:
             form.stored, self._is_away = None, True
 
@@ -155,7 +155,7 @@ class OffloadedLayer:
         if before is not None:
             before.fetch()
         if self._copied is not None:
-            self._copies.wait(self._copied, self._device)
+            self._copies.wait(self._copied, self.device)
             self._arriving.clear()
 
     def fetch(self) -> None:
@@ -164,7 +164,7 @@ class OffloadedLayer:
             return
         self._is_away = False
         present = [(copy, form) for copy, form in self._present() if form.stored is None]
-        self._arriving, self._copied = self._copies.to_device([copy.on_host for copy, _ in present], self._device)
+        self._arriving, self._copied = self._copies.to_device([copy.on_host for copy, _ in present], self.device)
         for (_, form), stored in zip(present, self._arriving, strict=True):
             form.stored = stored
 
