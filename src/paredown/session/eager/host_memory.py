@@ -263,7 +263,8 @@ class HostCopies:
 
 def _pieces(part: Tensor) -> list[Tensor]:
     """Return uninitialized memory of the host for the bytes of `part`, pinned if it is on a GPU."""
-    return [torch.empty(size, dtype=torch.uint8, pin_memory=part.is_cuda) for size in pinned_pieces(part.nbytes)]
+    is_pinned = part.device.type == "cuda"
+    return [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in pinned_pieces(part.nbytes)]
 
 
 def _by_piece(pieces: list[list[Tensor]], parts: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
