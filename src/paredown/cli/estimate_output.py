@@ -206,6 +206,7 @@ def verdict(rows: Sequence[EstimateRow], allowed: int | None, *, requested: bool
     fitting = [row for row in rows if row.fits]
     judged = fitting[0] if requested and fitting else rows[0]
     of = _share(judged.peak_bytes, allowed)
+    of += f", and {say_bytes(judged.host_bytes)} in host memory" if judged.host_bytes else ""
     if judged.fits:
         tight = f"; at most {say_bytes(judged.high_bytes)}" if judged.high_bytes > allowed else ""
         return f"{_begin(judged, 'fits')}: {of}{tight}."

@@ -119,6 +119,8 @@ class EstimateRequest:
             raise typer.BadParameter(
                 f"--input {self.step.input} has the length already: leave one of them out.", param_hint="--length"
             )
+        if self.host_budget is not None and self.budget is None and self.gpu is None:
+            raise typer.BadParameter("it is one of two budgets: add --budget or --gpu.", param_hint="--host-budget")
         size = self._batch_size()
         if self.lora_targets is not None and self.lora is None:
             raise typer.BadParameter("adapters need a rank: add --lora 16.", param_hint="--lora-targets")
@@ -201,7 +203,7 @@ def estimate(request: EstimateRequest) -> None:
     with spinner("tracing one step"):
         step = _planned_step(request, options)
         feet = step.footprints()
-        if request.offload:
+        if request.offload or request.host_budget is not None:
             _check_offload(feet)
     value = _estimate_of(step, feet, None if within is None else step.allowed(within))
     if request.report is not None:
@@ -259,7 +261,7 @@ class PlannedStep:
         return largest
 
     def needed_bytes(self, foot: Footprint, allowed: int) -> int:
-        """Return the bytes to compare with a budget of `allowed`: the peak, or more where --host-budget is exceeded by a larger share."""
+        """Return the bytes to compare with a budget of `allowed`: the peak, or more where a larger share of --host-budget is needed."""
         if self.request.host_budget is None or not foot.host_bytes:
             return foot.peak_bytes
         return max(foot.peak_bytes, -(-allowed * foot.host_bytes // parse_bytes(self.request.host_budget)))
@@ -282,7 +284,7 @@ def _planned_step(request: EstimateRequest, options: SubjectOptions) -> PlannedS
 
 
 def _check_offload(feet: Mapping[str, Footprint]) -> None:
-    """Raise BadParameter if --offload was given and no plan moves anything to host memory."""
+    """Raise BadParameter if --offload or --host-budget was given and no plan moves anything to host memory."""
     foot = next(iter(feet.values()))
     if any(foot.host_bytes for foot in feet.values()):
         return
@@ -404,6 +406,10 @@ def _exit_if_too_large(step: PlannedStep, value: EstimatedStep, budget: Budget) 
     if any(row.is_within for row in (value.plans if step.request.names_plans else value.plans[:1])):
         return
     allowed, fitting = value.budget_bytes or 0, [row.plan for row in value.plans if row.is_within]
+    if beside := [row for row in value.plans if row.host_bytes and row.peak_bytes <= allowed]:
+        needed = say_bytes(beside[0].host_bytes or 0)
+        say(f"{beside[0].plan} needs {needed} of host memory, more than --host-budget {step.request.host_budget}: raise it.")
+        raise typer.Exit(Exit.DOES_NOT_FIT)
     others = f"These presets do: {', '.join(fitting)}. " if fitting else ""
     if step.request.is_for_plan:
         command = step_text(step.request.model, step.options)
