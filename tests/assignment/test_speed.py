@@ -171,7 +171,7 @@ def test_accuracy_checkpoints_only_where_formats_do_not_fit() -> None:
         ({"prefer": "accuracy", "error_allowance": 1.0}, "used with prefer='speed' only"),
         ({"prefer": "speed", "error_allowance": -1.0}, "from 0 up"),
         ({"prefer": "speed", "error_allowance": "much"}, "from 0 up"),
-        ({"calibration": calibration()}, "used with prefer='speed' only"),
+        ({"calibration": calibration()}, "used with prefer='speed' or a host_budget only"),
         ({"prefer": "speed", "levels": [None, "bf16"]}, "not combined with levels"),
         ({"prefer": "speed", "method": "random"}, "methods that are there for comparison"),
         ({"prefer": "speed", "calibration": {}}, "the result of paredown.calibrate"),

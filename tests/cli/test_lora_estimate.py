@@ -106,8 +106,13 @@ def test_inputs_in_host_memory(config: str) -> None:
     (kept,), (moved,) = (asked_json(*step, *more)["plans"] for more in ((), ("--offload",)))
     inputs = 2 * pare.Format.parse("int8/64@bf16").nbytes((1, 64, 96))  # that of the first layer requires no gradient: unmodified
     assert moved["host_bytes"] == inputs and "host_bytes" not in kept
-    assert kept["by_role"]["activation"] - moved["by_role"]["activation"] == moved["host_bytes"]
-    assert "inputs in host memory" in ask(*step, "--offload")[1]
+    assert kept["by_role"]["activation"] - moved["by_role"]["activation"] == inputs // 2, "the last one is on the GPU too"
+    limited = *step, "--offload", "--budget", "1GiB", "--host-budget"
+    assert asked_json(*limited, str(inputs))["plans"][0]["fits"]
+    code, out, err = ask(*limited, str(inputs - 1))
+    assert code == 3 and "12.38 KiB in host memory" in out
+    assert f"needs 12.38 KiB of host memory, more than --host-budget {inputs - 1}: raise it" in err
+    assert "in host memory" in ask(*step, "--offload")[1]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -131,6 +136,7 @@ def test_tiles() -> None:
         (("--device", "cpu", "--checkpointing"), "all memory is the host's: add --device cuda"),
         (("--device", "cuda"), "add --checkpointing"),
         (("--device", "cuda", "--checkpointing", "--plan", "frozen8"), "a plan with activations"),
+        (("--device", "cuda", "--checkpointing", "--host-budget", "1GiB"), "add --budget or --gpu"),
     ],
 )
 def test_offload_that_changes_nothing(config: str, more: tuple[str, ...], said: str) -> None:

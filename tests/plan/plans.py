@@ -39,4 +39,5 @@ def plans() -> st.SearchStrategy[Plan]:
     )
     rules = st.lists(st.tuples(keys(), assignments()), max_size=6, unique_by=lambda rule: rule[0]).map(tuple)
     modules = st.lists(st.text(min_size=1), max_size=3).map(tuple)
-    return st.builds(Plan, rules, st.text(), st.dictionaries(st.text(), values, max_size=3), modules)
+    slots = st.one_of(st.booleans(), modules)
+    return st.builds(Plan, rules, st.text(), st.dictionaries(st.text(), values, max_size=3), modules, slots)

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import paredown as pare
 from paredown.assignment.speed import Preference
 from paredown.errors import CalibrationError
-from paredown.plan.calibration import calibration_path, operation_key
+from paredown.plan.calibration import TO_DEVICE, TO_HOST, calibration_path, operation_key
 from paredown.plan.step_time import called_modules, num_saved, predict_step
 from paredown.plan.trace import VIEW
 from paredown.predict import device_calibration, host_time, operation_time
@@ -263,6 +263,7 @@ def test_a_gpu_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     trace = pare.trace_step(model, batch, loss=cross_entropy, device="cuda", autocast=torch.bfloat16)
     made = pare.calibrate("cuda", traces=[trace])
     assert pare.calibrate("cuda") == made and made.timed
+    assert {TO_HOST, TO_DEVICE} <= made.bytes_per_second.keys() and "assumed" not in made.say_copies()
     assert isinstance(pare.footprint(trace).step_time, object) and "step time: " in repr(pare.footprint(trace))
 
 

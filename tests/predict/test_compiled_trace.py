@@ -24,7 +24,7 @@ from paredown import Plan, Trace, apply, assign, footprint, trace_step
 from paredown.autograd.operations import SMALL
 from paredown.errors import BudgetError, TraceError
 from paredown.plan.byte_intervals import part_bytes, slot_storages
-from paredown.plan.recomputed_slots import planned_step
+from paredown.plan.planned_step import planned_step
 from paredown.predict.compiled_trace import MASK_OF_SEVERAL
 from paredown.roles import Role
 from paredown.session.compiled.graph_packing import autograd_node_of, small_tensors

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.nn.functional import silu
 from paredown import Plan, apply, trace_step
 from paredown.autograd.operations import SMALL
 from paredown.codec.recompute import pack_mask
-from paredown.session.eager import activations, stored_tensors
+from paredown.session.eager import activations, host_memory, stored_tensors
 from paredown.session.eager.recomputed_values import RecomputedValues
 from paredown.session.eager.stored_tensors import StoredMask, StoredValues
 
@@ -113,6 +114,33 @@ def test_a_packed_tensor_is_one_allocation(monkeypatch: pytest.MonkeyPatch) -> N
         assert session.stored_bytes == sum(form.nbytes for form in forms)
         output.sum().backward()
     session.close()
+
+
+def normed_convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+
+
+def test_buffers_come_back_from_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is copied is the buffer of codes, scales and minimums, and what is recomputed reads its copy."""
+    emulate_gpu(monkeypatch)
+    monkeypatch.setattr(host_memory, "OFFLOADING_DEVICES", ("cpu",))
+    to_device, num_copied, found = host_memory.HostCopies.to_device, list[int](), list[list[Tensor]]()
+
+    def noted(self: host_memory.HostCopies, on_host: Any, device: torch.device) -> Any:
+        assert all(isinstance(copy.like, Tensor) and len(copy.pieces) == 1 for copy in on_host), "one buffer for each tensor"
+        num_copied.append(len(on_host))
+        return to_device(self, on_host, device)
+
+    monkeypatch.setattr(host_memory.HostCopies, "to_device", noted)
+    for slots in ((), ("*",)):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(*(normed_convolution() for _ in range(3))), torch.randn(4, 8, 12, 12)
+        plan = Plan.uniform(activation="int8/64@bf16")
+        with apply(plan.offloading(*slots) if slots else plan, model):
+            for _ in range(2):
+                loss = model(x).square().mean()
+                found.append(list(torch.autograd.grad(loss, list(model.parameters()))))
+    assert num_copied and all(map(torch.equal, found[1], found[3])) and all(map(torch.equal, found[0], found[2]))
 
 
 def test_no_mask_is_packed_of_a_tensor_that_stays_unmodified(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from paredown import Plan, Trace, apply, assign, footprint, trace_step
 from paredown.errors import BudgetError
 from paredown.models.transformer import GPT, GPTConfig, token_loss
 from paredown.plan.checkpointed_trace import step_under
-from paredown.plan.recomputed_slots import SOURCE, planned_step, recomputed_slots
+from paredown.plan.planned_step import SOURCE, planned_step, recomputed_slots
 from paredown.session.compiled.graph_packing import autograd_node_of
 from tests.predict.test_compiled_trace import in_graphs, packed_bytes, saved_bytes
 from tests.programs.compiling import compiles_quickly

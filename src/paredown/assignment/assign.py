@@ -58,6 +58,7 @@ from paredown.assignment.checkpointed_layers import (
     with_choice,
     with_layers,
 )
+from paredown.assignment.offloaded_layers import HostBudget, offloaded_slots, with_offload
 from paredown.assignment.sensitivity import Sensitivities
 from paredown.assignment.speed import Preference, exact_solutions, quickest_solution
 from paredown.assignment.storage_options import LADDER, Item, KnownItems, Ladder
@@ -97,6 +98,7 @@ def assign(
     prefer: str | None = None,
     error_allowance: float | None = None,
     calibration: Calibration | None = None,
+    host_budget: int | str | None = None,
 ) -> Plan:
     """Return the plan of least predicted gradient error whose predicted peak is within `budget`: bytes, "6GiB", or "50%".
 
@@ -115,12 +117,19 @@ def assign(
     `prefer`: "accuracy" for the least error, with checkpointed layers only if nothing else fits; "speed" for the least predicted step
     time among plans whose predicted error is at most `error_allowance` (None: 1.1 times that of "accuracy"), by `calibration` (None: that
     of `paredown calibrate`, or of one H200 where nothing was measured; the plan's reason says which).
+
+    `host_budget`: the bytes of host memory that packed activations may take between forward and backward, on a GPU; None for none. They are
+    moved there where that costs less predicted time than fewer bits or recomputation (assignment/offloaded_layers.py).
     """
     recompute = _checked_recompute(trace, recompute)
-    preference = Preference.of(trace, prefer, error_allowance, calibration)
+    host = HostBudget.of(trace, host_budget, calibration)
+    preference = Preference.of(trace, prefer, error_allowance, calibration if host is None or prefer == "speed" else None)
     strategy = method_named(method)
-    if preference is not None and (levels is not None or strategy.order is not None):
-        raise PlanError("prefer is not combined with levels, or with methods that are there for comparison: leave one of them out.")
+    if (preference or host) is not None and (levels is not None or strategy.order is not None):
+        name = "prefer" if preference is not None else "host_budget"
+        raise PlanError(
+            f"{name} is not combined with levels, or with methods that are there for comparison: leave one of them out."
+        )
     check_sensitivities(trace, strategy, sensitivities)
     ladder = None if levels is None else ladder_of(levels)
     baseline = footprint(trace)
@@ -134,9 +143,23 @@ def assign(
         return Plan((), reason, made_for)
 
     def planned(step: Trace, tiles: Tiles, how: Planning) -> Plan:
-        problem_of = _problems(strategy, sensitivities, ladder, seed, keeps_margin=how.keeps_margin)
-        plan_of = partial(_checked_plan, trace, how=how, made_for=made_for, tiles=tiles)
-        return _planned(step, how, problem_of, plan_of, preference, recompute, ladder)
+        def found(slots: tuple[str, ...] = ()) -> tuple[Plan, float]:
+            problem_of = _problems(strategy, sensitivities, ladder, seed, slots, keeps_margin=how.keeps_margin)
+            errors: dict[Any, float] = {}
+
+            def plan_of(solution: Solution) -> Plan:
+                plan = _checked_plan(trace, solution, how=how, made_for=made_for, kept=Plan(tiles=tiles, offload=slots))
+                errors[plan.key] = solution[1].error
+                return plan
+
+            plan = _planned(step, how, problem_of, plan_of, preference, recompute, ladder)
+            return plan, errors[plan.key]
+
+        if host is None:
+            return found()[0]
+        is_accurate = preference is not None and preference.prefer == "accuracy"
+        tolerated = [tolerated_error(step, LADDER, with_layers) for with_layers in (True, None)]
+        return host.best(trace, step, found, () if is_accurate else tolerated)
 
     failed: BudgetError | None = None
     for attempt in _attempts(trace, planning, may_tile=not (recompute is False or ladder or preference or strategy.order)):
@@ -242,18 +265,24 @@ def _preferred(
 
 
 def _problems(
-    strategy: AssignMethod, sensitivities: Sensitivities | None, ladder: Ladder | None, seed: int, *, keeps_margin: bool
+    strategy: AssignMethod,
+    sensitivities: Sensitivities | None,
+    ladder: Ladder | None,
+    seed: int,
+    offload: tuple[str, ...],
+    *,
+    keeps_margin: bool,
 ) -> Callable[..., AssignmentProblem]:
     """Return a function that sets up the search for plans of a trace.
 
-    The formats of activations are those of `ladder`, or of the function's second argument.
+    The formats of activations are those of `ladder`, or of the function's second argument. `offload`: slots in host memory, if packed.
     """
     known: dict[Ladder | None, KnownItems] = {}
 
     def problem_of(step: Trace, allowed: Ladder | None = ladder) -> AssignmentProblem:
         is_local = sensitivities is None and strategy.eligible is None  # formats and errors of a slot follow from the slot alone
         items = known.setdefault(allowed, {}) if is_local else None
-        given = partial(AssignmentProblem.of, step, strategy, sensitivities=sensitivities, ladder=allowed)
+        given = partial(AssignmentProblem.of, with_offload(step, offload), strategy, sensitivities=sensitivities, ladder=allowed)
         return given(seed=seed, known=items, keeps_margin=keeps_margin)
 
     return problem_of
@@ -294,18 +323,21 @@ def _solve(
     raise error
 
 
-def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: dict[str, Any], tiles: Tiles) -> Plan:
+def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: dict[str, Any], kept: Plan) -> Plan:
     """Return the plan that follows from a solution of the search; raise BudgetError if its footprint exceeds the budget.
 
-    It also keeps the margin for memory that is not predicted, unless the plan quantizes nothing (assignment/speed.py). `tiles`: the plan's
-    rules for layers in tiles.
+    It also keeps the margin for memory that is not predicted, unless the plan quantizes nothing (assignment/speed.py). `kept` has the rules
+    for layers in tiles, and the slots to offload, of which those are left out that are not packed.
     """
     problem, point, layers = solution
     is_exact = problem.ladder == UNMODIFIED
     for rules in _rule_variants(problem, point, needs_activations=problem.trace.is_compiled and bool(layers)):
-        planned = footprint(trace, Plan(rules, "", made_for, layers, tiles=tiles))
+        planned = footprint(trace, replace(kept, rules=rules, made_for=made_for, recompute=layers))
         if planned.peak_bytes <= how.budget_bytes if is_exact else how.has(planned):
-            return replace(planned.plan, reason=_reason(*solution, how.budget_bytes, planned) + say_tiled(tiles))
+            reason = _reason(*solution, how.budget_bytes, planned) + say_tiled(kept.tiles)
+            return replace(planned.plan, reason=reason, offload=offloaded_slots(trace, planned.plan))
+    if kept.offload:
+        raise BudgetError(f"no plan that offloads {len(kept.offload)} layers fits {say_bytes(how.budget_bytes)}.")
     raise PlanError(
         f"the rules for this trace of {trace.model} do not lower its peak to the planned {point.peak_bytes} bytes, within a budget of "
         f"{how.budget_bytes}: slots of the trace contradict one another. Trace the step again with trace_step."

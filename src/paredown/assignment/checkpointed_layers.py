@@ -36,7 +36,6 @@ calibrated device (assignment/speed.py).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -46,20 +45,17 @@ from paredown.assignment.assignment_problem import AssignmentProblem
 from paredown.assignment.storage_options import LADDER, Ladder
 from paredown.assignment.strategies import AssignmentPoint, role_table_error
 from paredown.autograd.operations import Use
-from paredown.plan.calibration import REFERENCE
+from paredown.plan.calibration import REFERENCE, Calibration
 from paredown.plan.checkpointed_trace import checkpointed_trace, modules_of, outermost
 from paredown.plan.footprint import bound_of, footprint
 from paredown.plan.plan import Plan
-from paredown.plan.recomputed_slots import planned_step
+from paredown.plan.planned_step import NUMBERED, planned_step
 from paredown.plan.step_time import added_time, product_of
 from paredown.plan.storage import Assignment
 from paredown.plan.trace import Slot, Trace, cached_on_trace
 from paredown.roles import Role
 
 Solution = tuple[AssignmentProblem, AssignmentPoint, tuple[str, ...]]  # problem, point, checkpointed layers
-NUMBERED = re.compile(
-    r"(.*_)?\d+"
-)  # an index of a ModuleList, or torchvision's encoder_layer_11; not conv1, which is part of a layer
 UNMODIFIED: Ladder = (None,)
 ProblemOf = Callable[[Trace, Ladder | None], AssignmentProblem]
 SizeOf = Callable[[Trace, Plan], int]  # `bound_of`, the peak with its margin, or `peak_of`
@@ -251,15 +247,11 @@ def _counts(num_layers: int) -> Iterator[int]:
 # --- predicted time ----------------------------------------------------------------------------------------------------
 
 
-# the operations of a second forward pass are issued while the device is busy
-ISSUED_AHEAD = replace(REFERENCE, host=replace(REFERENCE.host, operation=0.0))
+def added_seconds(trace: Trace, plan: Plan, calibration: Calibration = REFERENCE) -> float:
+    """Return the predicted seconds that the plan adds to a step, by default on one H200.
 
-
-def added_seconds(trace: Trace, plan: Plan) -> float:
-    """Return the predicted seconds that the plan adds to a step on one H200.
-
-    These are seconds of the device, and of the host for packed tensors and checkpoints; of a compiled step those of the device alone, since
-    the host issues few calls.
+    These are seconds of the device, and of the host for packed tensors and checkpoints: the operations of a second forward pass are issued
+    while the device is busy. Of a compiled step they are those of the device alone, since the host issues few calls.
     """
-    added = added_time(trace, plan, ISSUED_AHEAD)
+    added = added_time(trace, plan, replace(calibration, host=replace(calibration.host, operation=0.0)))
     return added.device_seconds + (0.0 if trace.is_compiled else added.host_seconds)

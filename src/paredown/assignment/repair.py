@@ -39,7 +39,7 @@ from paredown.plan.byte_intervals import (
 )
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
-from paredown.plan.recomputed_slots import planned_step
+from paredown.plan.planned_step import planned_step
 from paredown.plan.selectors import slot_key
 from paredown.plan.storage import Assignment
 from paredown.plan.trace import Trace

@@ -71,7 +71,9 @@ class Preference:
                 "the largest predicted squared gradient error, a number from 0 up."
             )
         if not isinstance(calibration, Calibration | None) or (calibration is not None and prefer != "speed"):
-            raise PlanError("calibration is used with prefer='speed' only: pass the result of paredown.calibrate().")
+            raise PlanError(
+                "calibration is used with prefer='speed' or a host_budget only: pass the result of paredown.calibrate()."
+            )
         if prefer is None:
             return None
         from paredown.predict.device_calibration import calibration_for  # imports torch, which `assign` itself does without

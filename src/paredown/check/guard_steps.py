@@ -45,7 +45,7 @@ from paredown.formats.format import Format
 from paredown.optim.parameter_state import owner_of
 from paredown.plan.footprint import footprint
 from paredown.plan.plan import Plan
-from paredown.plan.recomputed_slots import planned_step
+from paredown.plan.planned_step import planned_step
 from paredown.plan.trace import Trace
 from paredown.roles import Role
 from paredown.session.changes import THE_PROBE, THE_STEP, UNMODIFIED, Action

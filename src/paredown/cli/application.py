@@ -295,6 +295,10 @@ GpuOption = Annotated[
         autocompletion=starting([*(card.name for card in CARDS), "cuda"]),
     ),
 ]
+HostBudgetOption = Annotated[
+    str | None,
+    option("Host memory that packed activations may take until backward needs them.", metavar="SIZE", callback=check_size),
+]
 HereOption = Annotated[str | None, option("Where to train: cuda, cuda:1 or cpu. (default: cuda if available)", "--device")]
 PLAN_FILE = Path("plan.json")
 PlanFileOption = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file that the plan is written to.")]

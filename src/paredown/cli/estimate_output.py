@@ -209,6 +209,7 @@ def verdict(rows: Sequence[EstimateRow], allowed: int | None, *, requested: bool
     fitting = [row for row in rows if row.fits]
     judged = fitting[0] if requested and fitting else rows[0]
     of = _share(judged.peak_bytes, allowed)
+    of += f", and {say_bytes(judged.host_bytes)} in host memory" if judged.host_bytes else ""
     if judged.fits:
         tight = f"; at most {say_bytes(judged.high_bytes)}" if judged.high_bytes > allowed else ""
         return f"{_begin(judged, 'fits')}: {of}{tight}."
@@ -361,7 +362,7 @@ def _totals(rows: Sequence[EstimateRow], allowed: int | None) -> list[tuple[str,
         lines.append(sizes("sent by a process", lambda row: row.sent_bytes))
     lines.append(sizes("activations stored for backward", lambda row: row.by_role.get("activation")))
     if any(row.host_bytes is not None for row in rows):
-        lines.append(sizes("inputs in host memory", lambda row: row.host_bytes))
+        lines.append(sizes("in host memory", lambda row: row.host_bytes))
     if allowed is not None:
         lines.append((f"fits {say_bytes(allowed)}", *("yes" if row.fits else "no" for row in rows)))
     if any(row.step_seconds is not None for row in rows):

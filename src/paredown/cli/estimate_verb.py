@@ -70,6 +70,7 @@ class EstimateRequest:
         ),
     ] = None
     offload: Annotated[bool, typer.Option("--offload", help="Packed inputs of checkpointed layers are in host memory.")] = False
+    host_budget: cli.HostBudgetOption = None
     frozen: Annotated[str | None, cli.option("Store frozen weights in it: nf4/64@bf16, int8/64@bf16.", metavar="FORMAT")] = None
     world_size: Annotated[
         int, typer.Option("--world-size", min=1, help="Processes that train the model together; bytes are those of one.")
@@ -96,6 +97,8 @@ class EstimateRequest:
             raise typer.BadParameter(
                 f"--input {self.step.input} has the length already: leave one of them out.", param_hint="--length"
             )
+        if self.host_budget is not None and self.budget is None and self.gpu is None:
+            raise typer.BadParameter("it is one of two budgets: add --budget or --gpu.", param_hint="--host-budget")
         size = self._batch_size()
         if self.lora_targets is not None and self.lora is None:
             raise typer.BadParameter("adapters need a rank: add --lora 16.", param_hint="--lora-targets")
@@ -179,7 +182,7 @@ def estimate(request: EstimateRequest) -> None:
         step = PlannedStep(request, options, subject, request.plans_for(subject))
         request.check_subject(subject)
         feet = {name: step.footprint(name, plan) for name, plan in step.plans.items()}
-        if request.offload:
+        if request.offload or request.host_budget is not None:
             _check_offload(feet)
     value = _estimate_of(step, feet, None if within is None else step.allowed(within))
     if request.report is not None:
@@ -219,16 +222,21 @@ class PlannedStep:
     def largest_batches(self, allowed: int) -> dict[str, int]:
         """Return for each plan the largest batch whose predicted peak is within `allowed` bytes; 0 if not even one example fits."""
         largest: dict[str, int] = {}
+
+        def needed(name: str, batch_size: int) -> int:
+            return self.needed_bytes(self.footprint(name, self.plans[name], batch_size), allowed)
+
         with progress_bar("the largest batch") as progress:
             for name in self.plans:
                 progress(len(largest), len(self.plans), name)
-                peak = partial(self.peak_bytes, name)
-                largest[name] = largest_batch(peak, allowed, start=self.subject.batch_size)
+                largest[name] = largest_batch(partial(needed, name), allowed, start=self.subject.batch_size)
         return largest
 
-    def peak_bytes(self, name: str, batch_size: int) -> int:
-        """Return the predicted peak under the plan of this name with another batch size."""
-        return self.footprint(name, self.plans[name], batch_size).peak_bytes
+    def needed_bytes(self, foot: Footprint, allowed: int) -> int:
+        """Return the bytes to compare with a budget of `allowed`: the peak, or more where a larger share of --host-budget is needed."""
+        if self.request.host_budget is None or not foot.host_bytes:
+            return foot.peak_bytes
+        return max(foot.peak_bytes, -(-allowed * foot.host_bytes // parse_bytes(self.request.host_budget)))
 
     def peak_of_length(self, name: str, length: int) -> int:
         """Return the predicted peak under the plan of this name with a text of another length."""
@@ -239,7 +247,7 @@ class PlannedStep:
 
 
 def _check_offload(feet: Mapping[str, Footprint]) -> None:
-    """Raise BadParameter if --offload was given and no plan moves anything to host memory."""
+    """Raise BadParameter if --offload or --host-budget was given and no plan moves anything to host memory."""
     foot = next(iter(feet.values()))
     if any(foot.host_bytes for foot in feet.values()):
         return
@@ -257,7 +265,9 @@ def _check_offload(feet: Mapping[str, Footprint]) -> None:
 def _estimate_of(step: PlannedStep, feet: Mapping[str, Footprint], allowed: int | None) -> EstimatedStep:
     subject, trace, depth = step.subject, step.subject.trace(), step.request.depth
     grouping = useful_grouping(_module_sizes(next(iter(feet.values())))) if depth is None else Grouping(depth)
-    rows = [_row(name, foot, allowed, depth or 1, grouping) for name, foot in feet.items()]
+    rows = [_row(name, foot, depth or 1, grouping) for name, foot in feet.items()]
+    if allowed is not None:
+        rows = [replace(row, fits=step.needed_bytes(feet[row.plan], allowed) <= allowed) for row in rows]
     if step.request.batch == AUTO:
         largest = step.largest_batches(allowed or 0)
         rows = [replace(row, largest_batch=largest[row.plan]) for row in rows]
@@ -285,8 +295,8 @@ def _adapters(subject: Subject) -> Adapters | None:
     return Adapters(len(subject.adapted), trained, total) if subject.adapted else None
 
 
-def _row(name: str, foot: Footprint, allowed: int | None, depth: int, grouping: Grouping) -> EstimateRow:
-    """Return the estimate under the plan `name` as a row, with bytes by module to `depth` parts of their paths; `allowed`: the budget."""
+def _row(name: str, foot: Footprint, depth: int, grouping: Grouping) -> EstimateRow:
+    """Return the estimate under the plan `name` as a row without a verdict, with bytes by module to `depth` parts of their paths."""
     from paredown.plan.explanation import unpacked_slots
     from paredown.predict.device_calibration import calibration_for
 
@@ -296,7 +306,6 @@ def _row(name: str, foot: Footprint, allowed: int | None, depth: int, grouping: 
         peak_bytes=foot.peak_bytes,
         low_bytes=foot.low_bytes,
         high_bytes=foot.high_bytes,
-        fits=None if allowed is None else foot.peak_bytes <= allowed,
         by_role={role.value: n for role, n in foot.by_role.items() if n},
         at_peak={role.value: n for role, n in foot.at_peak.items() if n},
         workspace_bytes=foot.workspace_bytes,
@@ -353,6 +362,10 @@ def _exit_if_too_large(step: PlannedStep, value: EstimatedStep, budget: Budget) 
     if any(row.is_within for row in (value.plans if step.request.names_plans else value.plans[:1])):
         return
     allowed, fitting = value.budget_bytes or 0, [row.plan for row in value.plans if row.is_within]
+    if beside := [row for row in value.plans if row.host_bytes and row.peak_bytes <= allowed]:
+        needed = say_bytes(beside[0].host_bytes or 0)
+        say(f"{beside[0].plan} needs {needed} of host memory, more than --host-budget {step.request.host_budget}: raise it.")
+        raise typer.Exit(cli.Exit.DOES_NOT_FIT)
     others = f"These presets do: {', '.join(fitting)}. " if fitting else ""
     request = step.request
     if not (

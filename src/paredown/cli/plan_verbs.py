@@ -44,6 +44,7 @@ class PlanRequest:
     error_allowance: Annotated[
         float | None, cli.option("With --prefer speed: the largest predicted squared gradient error.", metavar="ERROR", min=0.0)
     ] = None
+    host_budget: cli.HostBudgetOption = None
     batch: cli.BatchOption = None
     step: cli.SubjectOptions
     seed: cli.SeedOption = 0
@@ -77,6 +78,7 @@ def make_plan(request: PlanRequest) -> None:
     made.save(request.out)
     if request.is_json:
         sizes = {"peak_bytes": foot.peak_bytes, "high_bytes": foot.high_bytes, "baseline_bytes": baseline.peak_bytes}
+        sizes |= {"host_bytes": foot.host_bytes} if made.offload else {}
         value = {"model": subject.name, "budget_bytes": allowed, **sizes, "file": str(request.out)}
         return emit({**value, "plan": made.to_json()})
     fit, step = repr(foot.fits(allowed)), cli.step_text(request.model, options)
@@ -93,6 +95,7 @@ def _made(request: PlanRequest, subject: Subject, within: Budget) -> Plan:
         recompute=request.recompute,
         prefer=request.prefer,
         error_allowance=request.error_allowance,
+        host_budget=request.host_budget,
     )
 
 

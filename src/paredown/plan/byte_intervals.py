@@ -16,8 +16,7 @@ autograd itself then holds neither the weight nor its cast under autocast. A gra
     gradient                                           |##|
     packed     |..................................................|
 
-Packed inputs of checkpointed layers that a plan offloads are on the GPU until the next one is packed, and again from the time at which the
-one after them is decoded: then they are copied back.
+Packed values that a plan offloads are away from the GPU for a while (`Part.away`, plan/planned_step.py).
 
 Everything else that the step allocates is one interval from birth to death.
 
@@ -40,10 +39,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from typing import NamedTuple
 
-from paredown.autograd.operations import CHECKPOINT, Use
+from paredown.autograd.operations import Use
 from paredown.formats.catalog import is_small
 from paredown.formats.format import Format
 from paredown.plan.plan import Plan
@@ -53,6 +51,7 @@ from paredown.roles import FORMATTED, OF_PARAMETER, Role, weight_role
 from paredown.sizes import FLOAT_BYTES
 
 FLOAT32_BYTES = 4
+MIB = 1 << 20
 WITH_RESIDUE = "bf16"  # format of weights whose next 8 bits a residue stores
 BASELINE = Plan()
 # bytes of a value; other dtypes have 1
@@ -200,23 +199,41 @@ def intervals(trace: Trace, plan: Plan) -> list[Interval]:
     return [
         *fixed_intervals(trace),
         *model_memory(trace, plan),
-        *activation_intervals(trace.activations, slot_storages(trace, plan), offload=offloads(trace, plan)),
+        *activation_intervals(trace.activations, slot_storages(trace, plan)),
     ]
 
 
-def offloads(trace: Trace, plan: Plan) -> bool:
-    """Return whether `plan` moves packed inputs of checkpointed layers to host memory in this step."""
-    return plan.offload and trace.device == "cuda" and not trace.is_compiled
+def host_bytes(trace: Trace, plan: Plan, *, is_rounded: bool = False) -> int:
+    """Return the bytes of packed values that are in host memory when backward begins; `trace` is that of `planned_step`.
 
-
-def host_bytes(trace: Trace, plan: Plan) -> int:
-    """Return the bytes of packed inputs of checkpointed layers that are in host memory when backward begins."""
-    if not offloads(trace, plan):
+    `is_rounded`: as torch's allocator of pinned memory rounds them.
+    """
+    if not plan.offload:
         return 0
     storages = slot_storages(trace, plan)
-    packed = {slot.name: slot for slot in trace.activations if storages[slot.name].packs}
-    moved = [(packed[name], storages[name]) for name in _offloaded(packed.values())]
-    return sum(part_bytes(slot, part, storage) for slot, storage in moved for part in slot.parts if part.use is Use.VALUE)
+    moved = [(slot, part) for slot in trace.activations for part in slot.parts if part.away and storages[slot.name].packs]
+    sizes = [part_bytes(slot, part, storages[slot.name]) for slot, part in moved]
+    return sum(map(pinned_bytes, sizes)) if is_rounded else sum(sizes)
+
+
+def pinned_pieces(nbytes: int) -> list[int]:
+    """Return the sizes of the pieces in which sessions hold so many bytes in host memory, so that rounding adds less than 1 MiB.
+
+    torch's allocator of pinned memory rounds each up to a power of two.
+
+    >>> [size >> 20 for size in pinned_pieces(33 << 20)], pinned_pieces(3 << 10), pinned_bytes(3 << 10)
+    ([32, 1], [3072], 4096)
+    """
+    pieces = list[int]()
+    while nbytes > MIB:
+        pieces.append(1 << (nbytes.bit_length() - 1))
+        nbytes -= pieces[-1]
+    return [*pieces, nbytes] if nbytes else pieces
+
+
+def pinned_bytes(nbytes: int) -> int:
+    """Return the pinned memory that torch allocates for so many bytes of one tensor."""
+    return sum(1 << (size - 1).bit_length() for size in pinned_pieces(nbytes))
 
 
 @cached_on_trace
@@ -301,56 +318,34 @@ def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Inter
     yield Interval(Role.GRADIENT, slot.module, 0, end, formats.gradient.nbytes(slot.shape))
 
 
-def activation_intervals(
-    activations: Iterable[Slot], storages: Mapping[str, SlotStorage], *, offload: bool = False
-) -> Iterator[Interval]:
+def activation_intervals(activations: Iterable[Slot], storages: Mapping[str, SlotStorage]) -> Iterator[Interval]:
     """Yield the intervals in which activations, stored as `storages` says, hold memory.
 
     If slots share a torch storage, `activations` must have all of them.
-
-    `offload`: packed inputs of checkpointed layers are moved to host memory.
     """
     by_storage: dict[int, list[Slot]] = defaultdict(list)
     for slot in activations:
         by_storage[slot.storage].append(slot)
-    on_gpu = _offloaded(slot for slots in by_storage.values() for slot in slots if storages[slot.name].packs) if offload else {}
     for slots in by_storage.values():
         death = 0
         for slot in slots:
             storage = storages[slot.name]
             death = max(death, slot.dropped if storage.packs else slot.death)
             if storage.packs:
-                yield from _packed(slot, storage, on_gpu.get(slot.name))
+                yield from _packed(slot, storage)
         yield Interval(Role.ACTIVATION, slots[0].module, slots[0].birth, death, slots[0].nbytes)
 
 
-def _offloaded(packed: Iterable[Slot]) -> dict[str, list[tuple[int, int]]]:
-    """Return when packed inputs of checkpointed layers are on the GPU, as spans of ticks by the name of the slot."""
-    pairs = [(part, slot) for slot in packed for part in slot.parts if part.use is Use.VALUE and part.decoded]
-    pairs = sorted(
-        ((part, slot) for part, slot in pairs if any(saver.op == CHECKPOINT for saver in slot.savers)), key=lambda p: p[0].packed
-    )
-    spans: dict[str, list[tuple[int, int]]] = {}
-    for (part, slot), following in zip_longest(pairs, pairs[1:]):
-        first = min(start for start, _ in part.decoded)
-        gone = min(following[0].packed, part.released) if following is not None else part.packed
-        fetched = min(first, *(start for start, _ in following[0].decoded)) if following is not None else first
-        spans[slot.name] = [(part.packed, gone), (max(fetched, gone), max(first, fetched, gone))]
-    return spans
-
-
-def _packed(slot: Slot, storage: SlotStorage, on_gpu: list[tuple[int, int]] | None) -> Iterator[Interval]:
-    """Yield the intervals in which an activation's packed data and decoded copies hold memory.
-
-    `on_gpu`: the spans of ticks in which packed values are on the GPU; None if they are there all the time.
-    """
+def _packed(slot: Slot, storage: SlotStorage) -> Iterator[Interval]:
+    """Yield the intervals in which an activation's packed data and decoded copies hold memory."""
     decoded_bytes = slot.numel * DTYPE_BYTES.get(slot.dtype, 1)
     if slot.beside_packed:
         yield Interval(Role.TEMPORARY, slot.module, slot.birth, slot.birth, slot.beside_packed)
     for part in slot.parts:
         packed_bytes = part_bytes(slot, part, storage)
-        whole = [(part.packed, part.released)]
-        for start, end in (on_gpu if on_gpu is not None and part.use is Use.VALUE else whole) if packed_bytes else ():
+        gone, back = part.away or (part.released, part.released)
+        spans = [(part.packed, gone), (back, part.released)] if gone < back else [(part.packed, part.released)]
+        for start, end in spans if packed_bytes else ():
             yield Interval(Role.ACTIVATION, slot.module, start, end, packed_bytes)
         for start, end in () if part.becomes_result else part.decoded:
             yield Interval(Role.TEMPORARY, slot.module, start, end, decoded_bytes)

@@ -59,6 +59,8 @@ KINDS = {
     "reduction": ("sum", "mean", "amax", "var"),
 }
 ELEMENTWISE = "elementwise"
+TO_HOST, TO_DEVICE = "to host memory", "from host memory"  # copies of offloaded tensors, in `bytes_per_second`
+COPY_BYTES_PER_SECOND = 25e9  # of calibrations without measured copies: PCIe 4.0 with 16 lanes, less a fifth
 UNALIGNED, ALIGNMENT = " unaligned", 8  # suffix of rates of matrix products with a side that is no multiple of this
 # How much of a change of the host's speed launches of kernels have: where a step of a small network took 1.8 times as long, calls of an
 # LSTM took 1.4 (forward) and 1.5 times (backward) as long, 12 of each, one H200 (docs/log.md, 2026-11-18).
@@ -139,6 +141,15 @@ class Calibration:
         computed = operation.flops / self._flops_per_second(kind, operation) if operation.flops else 0.0
         return max(moved, computed, self.kernel_seconds)
 
+    def copy_rate(self, kind: str) -> float:
+        """Return the bytes per second of copies TO_HOST or TO_DEVICE; COPY_BYTES_PER_SECOND if they were not measured."""
+        return self.bytes_per_second.get(kind, COPY_BYTES_PER_SECOND)
+
+    def say_copies(self) -> str:
+        """Return the rates of copies between device and host memory as text, and whether they were measured."""
+        rates = " and ".join(f"{self.copy_rate(kind) / 1e9:.3g} GB/s {kind}" for kind in (TO_HOST, TO_DEVICE))
+        return rates if TO_HOST in self.bytes_per_second else f"{rates}, assumed since the calibration has no copies"
+
     def issue_seconds(self, operation: Operation) -> float:
         """Return the predicted host seconds for one call of the operation, or for one view; calls of modules are not included."""
         if operation.op == VIEW:
@@ -214,10 +225,11 @@ class Calibration:
 
     def __str__(self) -> str:
         host, cost = self.host, self.format_cost(None)
+        copies = f", {self.say_copies()}" if self.device == "cuda" else ""
         rate = max(point[1] for points in self.flops_per_second.values() for point in points)
         return (
             f"{self.device_name}, torch {self.torch}: {rate / 1e12:.3g} TFLOP/s at most, "
-            f"{self.bytes_per_second[ELEMENTWISE] / 1e12:.3g} TB/s; host {1e6 * host.empty_operation:.1f} us per empty operation, "
+            f"{self.bytes_per_second[ELEMENTWISE] / 1e12:.3g} TB/s{copies}; host {1e6 * host.empty_operation:.1f} us per empty operation, "
             f"{1e6 * host.operation:.1f} per kernel, {1e6 * host.view:.1f} per view ({1e6 * host.backward_view:.1f} in backward), "
             f"{1e6 * host.module_call:.1f} per module, {1e6 * host.gradient:.1f} per gradient, "
             f"{1e6 * cost.host_seconds:.0f} per packed tensor, {1e6 * host.watched:.0f} per module and saved tensor of a session, "

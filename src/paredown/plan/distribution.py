@@ -34,7 +34,6 @@ from paredown.plan.byte_intervals import (
     activation_intervals,
     fixed_intervals,
     model_memory,
-    offloads,
     parameter_of,
     resolve_parameter_formats,
     slot_storages,
@@ -194,7 +193,7 @@ def _shards(trace: Trace, plan: Plan, world_size: int) -> _Shards:
 def distributed_intervals(trace: Trace, plan: Plan, shared: Distribution) -> list[Interval]:
     """Return the intervals in which tensors of one of several processes hold memory, under `plan`."""
     model = _fsdp_memory(trace, plan, shared) if shared.strategy == "fsdp2" else _ddp_memory(trace, plan, shared)
-    held = activation_intervals(trace.activations, slot_storages(trace, plan), offload=offloads(trace, plan))
+    held = activation_intervals(trace.activations, slot_storages(trace, plan))
     return [*fixed_intervals(trace), *model, *held]
 
 

@@ -22,8 +22,8 @@ from paredown.formats.format import Format
 from paredown.plan.byte_intervals import SlotStorage, moment_bytes, parameter_of, resolve_parameter_formats, slot_storages
 from paredown.plan.checkpointed_trace import is_of
 from paredown.plan.footprint import slot_bytes
-from paredown.plan.plan import Plan
-from paredown.plan.recomputed_slots import planned_step
+from paredown.plan.plan import OFFLOADED, Plan
+from paredown.plan.planned_step import planned_step
 from paredown.plan.tiled_trace import tiled_modules
 from paredown.plan.trace import Slot, Trace
 from paredown.roles import Role
@@ -122,10 +122,11 @@ def _what(slot: Slot, storage: SlotStorage, plan: Plan) -> tuple[str, str]:
         return "recomputed", f"from {slot.recomputed_from}"
     if storage.packs and storage.format is None:
         return "exact", "backward needs a bit, an index or a shape of it"
+    place = f"; {OFFLOADED}" if any(part.away for part in slot.parts) else ""
     if storage.packs and slot.pin is not None:
-        return "pinned", f"{slot.pin.significant_bits} significant bits or more: {slot.pin.reason}"
+        return "pinned", f"{slot.pin.significant_bits} significant bits or more: {slot.pin.reason}{place}"
     if storage.packs:
-        return "quantized", f"saved by {slot.savers[0].op}"
+        return "quantized", f"saved by {slot.savers[0].op}{place}"
     return "unmodified", storage.reason or ("the plan changes nothing" if plan.changes_nothing else NO_RULE)
 
 

@@ -59,8 +59,8 @@ from paredown.plan.distribution import (
     largest_unit_bytes,
 )
 from paredown.plan.plan import Plan
+from paredown.plan.planned_step import planned_step, unhonoured_offload, unhonoured_recomputation
 from paredown.plan.presets import PRESETS
-from paredown.plan.recomputed_slots import planned_step, unhonoured_recomputation
 from paredown.plan.step_time import StepTime, predict_step
 from paredown.plan.tiled_trace import say_tiles
 from paredown.plan.trace import Slot, Trace, cached_on_trace
@@ -185,7 +185,7 @@ class Footprint:
 
     @cached_property
     def host_bytes(self) -> int:
-        """The bytes in host memory, which no other figure includes: packed inputs of checkpointed layers that are offloaded."""
+        """The bytes in host memory, which no other figure includes: packed activations that the plan offloads."""
         return host_bytes(planned_step(step_under(self.trace, self.plan), self.plan), self.plan)
 
     @property
@@ -289,7 +289,7 @@ class Footprint:
         head += self._shared()
         head += [f"  activation checkpointing: {', '.join(self.recomputed)}"] if self.recomputed else []
         head += [f"  {text}" for text in say_tiles(self.plan.tiles)]
-        head += [f"  in host memory: packed inputs of checkpointed layers, {say_bytes(self.host_bytes)}"] if self.host_bytes else []
+        head += [f"  in host memory: packed activations, {say_bytes(self.host_bytes)}"] if self.host_bytes else []
         head += [f"  model memory: {', '.join(self._tiers())}"] if trace.optimizer else []
         head.append(f"  step time: {'' if isinstance(self.step_time, StepTime) else 'not predicted, '}{self.step_time}")
         plans = {"baseline": BASELINE, **({} if self.plan.changes_nothing else {"this plan": self.plan})}
@@ -379,6 +379,7 @@ def _footprint(trace: Trace, plan: Plan, shared: Distribution | None) -> Footpri
     buffer = largest_unit_bytes(checkpointed, plan, shared) if shared is not None else 0
     kept = tuple(i for i in held if _is_kept(i, trace))
     notes = [*(distribution_notes(trace, shared) if shared is not None else ()), *unhonoured_recomputation(trace, plan)]
+    notes += unhonoured_offload(checkpointed, plan)
     notes += [PRODUCTS] if plan.multiplies else []
     return Footprint(
         trace=given,

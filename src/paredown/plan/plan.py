@@ -29,7 +29,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import pairwise
 from os import PathLike
@@ -43,15 +42,18 @@ from paredown.formats.rounding import Overflow, Rounding
 from paredown.plan.presets import PRESETS, ByRole
 from paredown.plan.product_rules import PRODUCT, Products, checked_products, find_product, is_product_key, say_product
 from paredown.plan.selectors import (
+    MODULES,
+    OFFLOADED_SLOTS,
     ROLE_NAMES,
     NamesAndRole,
     Selector,
     SelectorIndex,
     bare_names,
-    checked_modules,
+    checked_names,
     checked_tiles,
     closest,
     closest_role,
+    first_match,
     index_of,
     say_closest,
 )
@@ -60,13 +62,14 @@ from paredown.roles import FORMATTED, Role
 from paredown.serial import brief, json_values, load_json, object_parts, save_text
 from paredown.tables import Table
 
-# of the JSON: version 2 added `recompute`; version 1 can be read too. Version 3 has `products` and version 4 `tiles`, and only plans with
-# them are written so
-VERSION, WITH_PRODUCTS, WITH_TILES = 2, 3, 4
+# of the JSON: version 2 added `recompute`; version 1 can be read too. Version 3 has `products`, version 4 `tiles`, version 5 `offload` of
+# other slots than inputs of checkpointed layers, and only plans with them are written so
+VERSION, WITH_PRODUCTS, WITH_TILES, WITH_OFFLOAD = 2, 3, 4, 5
 FIELDS = ("version", "reason", "made_for", "recompute", "tiles", "offload", "products", "rules")
 MADE_FOR = "made_for", "{'model': 'resnet50', 'batch': 256}"  # name and example
 TILED = "in tiles of {} tokens"
-OFFLOADED = "packed inputs of checkpointed layers are in host memory"
+CHECKPOINT_INPUTS = (f"*:{CHECKPOINT}*",)  # what `offloading()` moves, and what `true` in a plan's JSON means
+OFFLOADED = "in host memory until backward needs it"
 SHOWN = 20  # rules that repr prints
 
 
@@ -97,16 +100,17 @@ class Plan:
 
     `made_for`: the model, batch, device and so on that the plan was made for, as JSON values. `recompute`: paths or patterns of modules
     under activation checkpointing (torch.utils.checkpoint), and names or patterns of slots ("layers.*.mlp.1:input") that compiled sessions
-    recompute; the rules apply to those that cannot be recomputed. `offload`: on a GPU, packed inputs of checkpointed layers are in host
-    memory until backward needs them. `products`: which layers multiply 8-bit codes (plan/product_rules.py), which changes forward. `tiles`:
-    paths or patterns of modules, and how many tokens the pieces of the sequence have that modules inside run over (session/tiles.py).
+    recompute; the rules apply to those that cannot be recomputed. `offload`: names or patterns of slots whose packed values are in host
+    memory until backward needs them, on a GPU (True: inputs of checkpointed layers). `products`: which layers multiply 8-bit codes
+    (plan/product_rules.py), which changes forward. `tiles`: paths or patterns of modules, and how many tokens the pieces of the sequence
+    have that modules inside run over (session/tiles.py).
     """
 
     rules: tuple[tuple[str, Assignment], ...] = ()
     reason: str = field(default="", hash=False)
     made_for: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     recompute: tuple[str, ...] = ()
-    offload: bool = False
+    offload: tuple[str, ...] = ()
     products: Products = ()
     tiles: tuple[tuple[str, int], ...] = ()
     _index: SelectorIndex = field(default=SelectorIndex(()), init=False, compare=False)
@@ -119,12 +123,12 @@ class Plan:
         pairs.sort(key=lambda pair: pair[0].place)  # stable: among equals the later rule stays later
         object.__setattr__(self, "rules", tuple((str(key), assignment) for key, assignment in pairs))
         object.__setattr__(self, "made_for", json_values(self.made_for, MADE_FOR, PlanError))
-        object.__setattr__(self, "recompute", checked_modules(self.recompute))
+        object.__setattr__(self, "recompute", checked_names(self.recompute, MODULES))
         object.__setattr__(self, "products", checked_products(self.products))
         object.__setattr__(self, "tiles", checked_tiles(self.tiles))
         object.__setattr__(self, "_index", index_of(tuple(key for key, _ in pairs)))
-        if not isinstance(self.offload, bool):
-            raise PlanError(f"offload of a plan is true or false, not {brief(self.offload)}.")
+        offload: Any = (CHECKPOINT_INPUTS if self.offload else ()) if isinstance(self.offload, bool) else self.offload
+        object.__setattr__(self, "offload", checked_names(offload, OFFLOADED_SLOTS))
         if not isinstance(self.reason, str):
             raise PlanError(f"the reason of a plan is text, not {type(self.reason).__name__}.")
         for key, next_key in pairwise(sorted(key for key, _ in self.rules)):
@@ -132,7 +136,9 @@ class Plan:
                 raise PlanError(f"key {key!r} has two rules; a key has one. Leave one of them out.")
 
     @property
-    def key(self) -> tuple[tuple[tuple[str, Assignment], ...], tuple[str, ...], bool, Products, tuple[tuple[str, int], ...]]:
+    def key(
+        self,
+    ) -> tuple[tuple[tuple[str, Assignment], ...], tuple[str, ...], tuple[str, ...], Products, tuple[tuple[str, int], ...]]:
         """All of the plan that has an effect, as one value; plans with the same effect have equal keys.
 
         Reasons are left out. Priors, picks, sweeps and reports use the value to recognize a plan.
@@ -240,13 +246,19 @@ class Plan:
         """
         return replace(self, recompute=tuple(dict.fromkeys((*self.recompute, *modules))))
 
-    def offloading(self) -> Plan:
-        """Return this plan with packed inputs of checkpointed layers stored in host memory, on a GPU.
+    def offloading(self, *slots: str) -> Plan:
+        """Return this plan with packed activations stored in host memory until backward needs them, on a GPU.
 
+        `slots` are their names or patterns; without any, inputs of checkpointed layers.
+
+        >>> Plan.preset("activations8").offloading("layers.*")
+        Plan(1 rule)
+          activation  int8/64@bf16
+          in host memory until backward needs it: layers.*
         >>> Plan.preset("activations8").recomputing("layers.*").offloading().offload
-        True
+        ('*:checkpoint*',)
         """
-        return replace(self, offload=True)
+        return replace(self, offload=tuple(dict.fromkeys((*self.offload, *(slots or CHECKPOINT_INPUTS)))))
 
     def tiling(self, *modules: str, length: int) -> Plan:
         """Return this plan with modules, given by path or pattern, that run over pieces of `length` tokens.
@@ -278,7 +290,15 @@ class Plan:
         >>> plan.recomputes(("layers.0.mlp.1:input",)), plan.recomputes(("layers.0.mlp.2:input",)), plan.checkpointed
         (True, False, ())
         """
-        return any(name == text or fnmatchcase(name, text) for text in self.recomputed for name in names)
+        return first_match(self.recomputed, names) is not None
+
+    def offloads(self, name: str) -> bool:
+        """Return whether the plan asks for the packed values of a slot in host memory; `name` is one that an operation gave it.
+
+        >>> Plan().offloading("layers.0.*").offloads("layers.0.mlp.1:input")
+        True
+        """
+        return first_match(self.offload, (name,)) is not None
 
     @cached_property
     def packs_activations(self) -> bool:
@@ -388,7 +408,7 @@ class Plan:
             {f"{kind} {text}": word for text, (kind, word) in words.items()},
             {key: element or "unmodified" for key, element in self.products},
             {f"module {text}": TILED.format(length) for text, length in self.tiles},
-            {"offload": OFFLOADED} if self.offload else {},
+            {f"slot {text}": OFFLOADED for text in self.offload},
         ]
 
     def explain(self) -> str:
@@ -398,7 +418,6 @@ class Plan:
         lines += [f"{key.say()}: {assignment.say(key.role or Role.ACTIVATION)}" for key, (_, assignment) in rules]
         lines += [say_product(*rule) for rule in self.products]
         lines += self._recomputed_lines()
-        lines += [OFFLOADED] if self.offload else []
         return "\n".join([*lines, f"Everything{' else' * (not self.changes_nothing)} is unmodified."])
 
     def __repr__(self) -> str:
@@ -409,7 +428,6 @@ class Plan:
         lines = [f"  {key:{width}}  {assignment}" for key, assignment in (*self.rules[:SHOWN], *products)]
         more = [f"  ... {len(self.rules) - SHOWN} more"] if len(self.rules) > SHOWN else []
         more += [f"  {line}" for line in self._recomputed_lines()]
-        more += [f"  offload: {OFFLOADED}"] if self.offload else []
         count = len(self.rules) + len(self.products)
         return "\n".join([f"Plan({count} rule{'s' * (count != 1)})", *lines, *more])
 
@@ -419,7 +437,6 @@ class Plan:
         rows += [(f"{len(self.rules) - SHOWN} more", "")] if len(self.rules) > SHOWN else []
         rows += [(key, say_product(key, element).partition(": ")[2]) for key, element in self.products]
         rows += [(names, what) for what, _, names in (line.partition(": ") for line in self._recomputed_lines())]
-        rows += [("offload", OFFLOADED)] if self.offload else []
         return Table(("slots", "format"), rows).to_html(self.reason)
 
     def _recomputed_lines(self) -> list[str]:
@@ -427,17 +444,19 @@ class Plan:
         parts = {"activation checkpointing": self.checkpointed, "recomputed in compiled sessions": slots}
         lengths = dict.fromkeys(length for _, length in self.tiles)
         parts |= {TILED.format(length): tuple(text for text, of in self.tiles if of == length) for length in lengths}
+        parts[OFFLOADED] = self.offload
         return [f"{what}: {', '.join(names)}" for what, names in parts.items() if names]
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON value: version, reason, made_for, recompute and the rules, [key, {format, rounding, overflow}] each.
 
-        A plan with products or tiles has a newer version number, so that older programs refuse it.
+        A plan with products, tiles or offloaded slots has a newer version number, so that older programs refuse it.
         """
         rules = [[key, assignment.to_json()] for key, assignment in self.rules]
-        version = WITH_TILES if self.tiles else WITH_PRODUCTS if self.products else VERSION
+        is_old = self.offload in ((), CHECKPOINT_INPUTS)  # then older versions can read it
+        version = WITH_OFFLOAD if not is_old else WITH_TILES if self.tiles else WITH_PRODUCTS if self.products else VERSION
         head = {"version": version, "reason": self.reason, "made_for": dict(self.made_for)}
-        offload = {"offload": True} if self.offload else {}  # older versions can read plans without it
+        offload = {"offload": is_old or list(self.offload)} if self.offload else {}
         products = {"products": [list(rule) for rule in self.products]} if self.products else {}
         tiles = {"tiles": [list(rule) for rule in self.tiles]} if self.tiles else {}
         return {**head, "recompute": list(self.recompute), **tiles, **offload, **products, "rules": rules}
@@ -445,7 +464,7 @@ class Plan:
     @staticmethod
     def from_json(value: Any) -> Plan:
         """Return the plan whose JSON value is `value`; raise PlanError for a value that `to_json` does not write."""
-        parts = object_parts(value, "plan", FIELDS, ("version", "rules"), WITH_TILES, PlanError)
+        parts = object_parts(value, "plan", FIELDS, ("version", "rules"), WITH_OFFLOAD, PlanError)
         rules = parts["rules"]
         if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
             raise PlanError(f"the rules of a plan are a list of [key, {{format, rounding, overflow}}]; this is {brief(rules)}.")

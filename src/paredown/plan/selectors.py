@@ -163,6 +163,15 @@ def slot_key(name: str, role: Role) -> str:
     return f"{role.value}={name}"
 
 
+def first_match(texts: Iterable[str], names: Iterable[str]) -> str | None:
+    """Return the first of `texts`, names and patterns of slots, that matches one of `names`; None if none does.
+
+    >>> first_match(("head:input", "layers.*"), ("layers.0.mlp:input",))
+    'layers.*'
+    """
+    return next((text for text in texts for name in names if name == text or fnmatchcase(name, text)), None)
+
+
 def bare_names(names: Iterable[str], role: Role) -> tuple[str, ...]:
     """Return the names of a slot without the role prefix of a key: gradient=fc.weight becomes fc.weight."""
     return tuple(name.removeprefix(f"{role.value}=") for name in names)
@@ -211,14 +220,16 @@ def _name(text: str, part: str) -> str:
 # --- modules -----------------------------------------------------------------------------------------------------------------------
 
 
-def checked_modules(recompute: Any) -> tuple[str, ...]:
-    """Return paths of modules as a tuple; raise PlanError for other types."""
-    paths: tuple[Any, ...] = tuple(recompute) if isinstance(recompute, tuple | list) else (recompute,)
-    if isinstance(recompute, str) or not all(isinstance(path, str) and path for path in paths):
-        raise PlanError(
-            f"recompute is a list of modules by path or pattern, such as ['layers.0', 'layers.1'], not {brief(recompute)}."
-        )
-    return paths
+MODULES = "recompute is a list of modules by path or pattern, such as ['layers.0', 'layers.1']"
+OFFLOADED_SLOTS = "offload is a list of slots by name or pattern, such as ['layers.0.*'], or true: inputs of checkpointed layers"
+
+
+def checked_names(names: Any, what: str) -> tuple[str, ...]:
+    """Return names and patterns as a tuple; raise PlanError for other types, with `what` they are."""
+    texts: tuple[Any, ...] = tuple(names) if isinstance(names, tuple | list) else (names,)
+    if isinstance(names, str) or not all(isinstance(text, str) and text for text in texts):
+        raise PlanError(f"{what}, not {brief(names)}.")
+    return texts
 
 
 def checked_tiles(rules: Any) -> tuple[tuple[str, int], ...]:

@@ -5,6 +5,7 @@ little longer where both are near, since each of them is the limit of a part of 
 
     seconds = (device^6 + host^6)^(1/6)
     device  = operations + second forward pass of checkpointed layers and modules in tiles + encode and decode of packed tensors + optimizer
+              + waits for copies to host memory and back, where a layer's copy takes longer than the next layer
     host    = calls of operations, by the host time of their names; views, module calls, gradients, packed tensors, parameters, and
               tensors that checkpointed layers save, by their number
 
@@ -23,16 +24,18 @@ its trace has no operations.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from paredown.autograd.operations import Use
 from paredown.errors import CalibrationError
-from paredown.plan.byte_intervals import BASELINE, model_memory, resolve_parameter_formats, slot_storages
-from paredown.plan.calibration import ELEMENTWISE, Calibration
+from paredown.plan.byte_intervals import BASELINE, model_memory, part_bytes, resolve_parameter_formats, slot_storages
+from paredown.plan.calibration import ELEMENTWISE, TO_DEVICE, TO_HOST, Calibration
 from paredown.plan.checkpointed_trace import is_of, modules_of, outermost, step_under, with_parents
 from paredown.plan.plan import Plan
-from paredown.plan.recomputed_slots import planned_step, recomputed_slots
+from paredown.plan.planned_step import layer_of, planned_step, recomputed_slots, saving_layers
 from paredown.plan.tiled_trace import tiled_modules
 from paredown.plan.trace import Operation, Slot, Trace, cached_on_trace
 from paredown.roles import Role
@@ -106,10 +109,11 @@ def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibra
 
 
 def added_time(step: Trace, plan: Plan, calibration: Calibration) -> StepTime:
-    """Return the time that packing, activation checkpointing and tiles add to a step, without its optimizer."""
+    """Return the time that packing, activation checkpointing, tiles and copies to host memory add to a step, without its optimizer."""
     checkpointed = planned_step(step, plan)
     again = _checkpointing(step, plan, calibration) + _tiling(step, plan, calibration)
-    return sum((_packing(checkpointed, plan, calibration), _weights(step, plan, calibration), again), StepTime(0.0, 0.0))
+    waits = StepTime(offload_wait(checkpointed, plan, calibration), 0.0)
+    return sum((_packing(checkpointed, plan, calibration), _weights(step, plan, calibration), again, waits), StepTime(0.0, 0.0))
 
 
 def _operations(operations: Iterable[Operation], calibration: Calibration) -> StepTime:
@@ -184,6 +188,30 @@ def _tiling(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
             total += StepTime(0.0 if is_last else again.device_seconds, 0.0 if is_last else again.host_seconds)
             total += StepTime(0.0, issued * (num_pieces - 1))
     return total
+
+
+def offload_wait(trace: Trace, plan: Plan, calibration: Calibration) -> float:
+    """Return the seconds for which the step waits for copies to host memory and back; `trace` is that of `planned_step`.
+
+    The packed values of a layer travel while the next layer computes: what its operations take longer hides the copy.
+    """
+    layers, storages = saving_layers(trace, plan), slot_storages(trace, plan) if plan.offload else {}
+    if not layers:
+        return 0.0
+    again = _checkpointed_layers(trace, plan)
+    busy = defaultdict[tuple[str, bool], float](float)  # device seconds by layer, in forward and in backward
+    for one in trace.operations:
+        seconds, path = one.count * calibration.operation_seconds(one), layer_of(one.module)
+        busy[path, one.phase == "backward"] += seconds
+        busy[path, True] += seconds if one.phase == "forward" and any(is_of(one.module, layer) for layer in again) else 0.0
+    waits = 0.0
+    for (_, layer), (following, _) in pairwise(layers):
+        # a layer that is copied and never freed makes nothing wait
+        moved = [(slot, part) for _, slot in layer for part in slot.parts if part.away and part.away[0] < trace.length]
+        nbytes = sum(part_bytes(slot, part, storages[slot.name]) for slot, part in moved)
+        for kind in (TO_HOST, TO_DEVICE):
+            waits += max(0.0, nbytes / calibration.copy_rate(kind) - busy[following, kind == TO_DEVICE])
+    return waits
 
 
 def num_saved(trace: Trace, layers: Sequence[str]) -> int:

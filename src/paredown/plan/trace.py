@@ -87,6 +87,8 @@ class Part:
     becomes_result: bool = (
         False  # the decoded copy becomes the result of the operation that reads it, which is an `Output` of its own
     )
+    # the packed values are in host memory, and on the GPU until the first of these ticks and from the second on (plan/planned_step.py)
+    away: Span | None = None
 
 
 @dataclass(frozen=True)

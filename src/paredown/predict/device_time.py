@@ -19,7 +19,7 @@ from torch.nn import functional
 from paredown.codec.packed import encode_flat
 from paredown.formats.format import Format
 from paredown.formats.rounding import Seed
-from paredown.plan.calibration import ELEMENTWISE, UNALIGNED
+from paredown.plan.calibration import ELEMENTWISE, TO_DEVICE, TO_HOST, UNALIGNED
 from paredown.plan.storage import Assignment
 
 CYCLES_PER_SECOND = 2e9  # about, of a GPU's clock
@@ -84,7 +84,7 @@ def empty_operation(device: str, num_calls: int) -> float:
 
 
 def bandwidths(device: str) -> dict[str, float]:
-    """Return the measured bytes per second of each kind of memory-bound operation."""
+    """Return the measured bytes per second of each kind of memory-bound operation, and of copies between a GPU and pinned memory."""
     rows, width = ROWS[device]
     x = torch.randn(LARGE[device], device=device, dtype=torch.bfloat16)
     table = torch.randn(rows, width, device=device)
@@ -104,6 +104,10 @@ def bandwidths(device: str) -> dict[str, float]:
         "reduction": (moved // 2, lambda: table.sum(0)),
         "scatter": (moved, lambda: torch.ops.aten.embedding_dense_backward(table, indices, rows, -1, False)),
     }
+    if device == "cuda":
+        on_host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        calls[TO_HOST] = x.nbytes, lambda: on_host.copy_(x, non_blocking=True)
+        calls[TO_DEVICE] = x.nbytes, lambda: x.copy_(on_host, non_blocking=True)
     return {kind: nbytes / device_seconds(call, device) for kind, (nbytes, call) in calls.items()}
 
 

@@ -264,15 +264,20 @@ REASON_LENGTH = 110  # letters
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """The bytes of one kind of tensor, such as "activations": as the session stores them, and as the unmodified model does."""
+    """The bytes of one kind of tensor, such as "activations": as the session stores them, and as the unmodified model does.
+
+    `stored` are those on the model's device, `on_host` those that the plan moved to host memory.
+    """
 
     name: str
     stored: int
     baseline: int
+    on_host: int = 0
 
     def __str__(self) -> str:
         share = f", {100 * self.stored / self.baseline:.0f} %" if self.baseline else ""
-        return f"{say_bytes(self.stored)} instead of {say_bytes(self.baseline)}{share}"
+        on_host = f", and {say_bytes(self.on_host)} in host memory" if self.on_host else ""
+        return f"{say_bytes(self.stored)} instead of {say_bytes(self.baseline)}{share}{on_host}"
 
 
 @dataclass(frozen=True)
@@ -333,7 +338,7 @@ def stored_bytes(model: nn.Module | None, activations: Activations, weights: Ite
     If `model` is None, since the model was deleted, these are the activations alone.
     """
     most = activations.largest
-    rows = [StoredBytes("activations", most.stored, most.baseline)] if most.baseline else []
+    rows = [StoredBytes("activations", *most)] if most.baseline else []
     if model is None:
         return tuple(rows)
     plain = sum(local(p).numel() * p.element_size() for p in model.parameters())

@@ -10,10 +10,6 @@ Batch norms update their running statistics once per batch: not in the second ca
 `SecondPasses` packs what the second forward passes save, of these modules and of those that the model checkpoints itself: the large tensors
 that `autograd/second_passes.py` selects, in the formats of their slots. The operands of a product are decoded one after the other, inside
 the operation that reads them: each decoded copy is multiplied in place and becomes the result.
-
-`OffloadedInputs` moves packed inputs of checkpointed layers to host memory, if the plan says so: a stream of its own copies codes and
-scales while the GPU computes the next layer, and copies them back while backward computes the layer after it. The host memory is pinned;
-torch's allocator keeps it for the next step.
 """
 
 # pyright: reportPrivateUsage=false
@@ -21,7 +17,6 @@ torch's allocator keeps it for the next step.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -36,18 +31,15 @@ from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
 from paredown.autograd.graph import Saved
 from paredown.autograd.hooks import Hook, patched_attributes
-from paredown.autograd.operations import CHECKPOINT, is_checkpoint_input
+from paredown.autograd.operations import is_checkpoint_input
 from paredown.autograd.second_passes import CapturedHooks, Store, stored_operand
-from paredown.codec.packed import FlatCodec, PackedTensor
 from paredown.errors import ApplyError, PlanError
 from paredown.plan.checkpointed_trace import is_of, outermost
 from paredown.plan.plan import Plan
-from paredown.session.changes import Change
 from paredown.session.eager.activations import Activations
 from paredown.session.eager.forward_passes import ForwardStorage
 from paredown.session.eager.recomputed_values import RecomputedValues
-from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, StoredValues, StoredView
-from paredown.session.value_bounds import is_capturing
+from paredown.session.eager.stored_tensors import StoredValues, StoredView
 
 DETERMINISM, KEEPS_RANDOM_STATE, DEBUG, EARLY_STOP = "default", True, False, True
 
@@ -225,6 +217,8 @@ class SecondPasses:
 class SecondPassStorage(ForwardStorage):
     """The packed tensors of one checkpointed layer that backward is running again."""
 
+    is_in_backward = True
+
     def source(self, node: Any) -> StoredView | None:
         """Return the packed operand that this autograd node of the layer saved; None if it saved none."""
         stored = stored_operand(node)
@@ -290,119 +284,3 @@ class Factor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Factor({tuple(self.shape)}, {self.dtype})"
-
-
-# --- packed inputs in host memory -----------------------------------------------------------------------------------------------------
-
-OFFLOADING_DEVICES = ("cuda",)
-OFFLOAD, NOT_OFFLOADED = "inputs of checkpointed layers", "where the model is"
-NO_INPUTS = "no input of a checkpointed layer was packed: checkpointing is off, or its inputs are unmodified"
-NO_GPU = "the model is on a CPU, whose memory is the host's"
-CAPTURED = "a CUDA graph was captured, which a copy to host memory cannot be part of"
-
-
-class OffloadedInputs:
-    """The storage of packed inputs of checkpointed layers in host memory, which `plan.offloading()` requests."""
-
-    def __init__(self) -> None:
-        self._copies = HostCopies()
-        self._last: weakref.ref[OffloadedValues] | None = None
-        self._num_offloaded, self._reason = 0, NO_INPUTS
-
-    def changes(self) -> list[Change]:
-        """Return one row of changes if no input could be moved to host memory; otherwise none."""
-        return [] if self._num_offloaded else [Change(OFFLOAD, "offload", NOT_OFFLOADED, self._reason)]
-
-    def form_of(self, saved: Saved, piece: StoragePiece, codec: FlatCodec, stored: Any) -> StoredForm | None:
-        """Return the stored form of a checkpoint's input whose codes are moved to host memory; None for other tensors.
-
-        `stored`: the values of `piece` as `codec` encoded them.
-        """
-        if saved.op != CHECKPOINT:
-            return None
-        if piece.tensor.device.type not in OFFLOADING_DEVICES or is_capturing():
-            self._reason = CAPTURED if piece.tensor.is_cuda else NO_GPU
-            return None
-        self._num_offloaded += 1
-        form = OffloadedValues(piece, codec.packed(stored), self._copies, self._last)
-        self._last = weakref.ref(form)
-        return form
-
-
-@final
-class OffloadedValues(StoredForm):
-    """The packed values of a saved tensor, with codes in host memory.
-
-    Decoding one of these tensors starts copying back those that were stored before it, since backward needs them next.
-    """
-
-    packed_data = ("_host", "_fetched")
-    __slots__ = ("_before", "_copies", "_device", "_fetched", "_host")
-
-    def __init__(
-        self, piece: StoragePiece, packed: PackedTensor, copies: HostCopies, before: weakref.ref[OffloadedValues] | None
-    ) -> None:
-        super().__init__(piece)
-        self._copies, self._before, self._device = copies, before, packed.device
-        self._host: PackedTensor | None = copies.to_host(packed)
-        self._fetched: tuple[PackedTensor, Any] | None = None  # on the GPU, and the event after which it is complete
-
-    def _packed_bytes(self) -> int:
-        return self._fetched[0].nbytes if self._fetched is not None else 0
-
-    def fetch(self) -> None:
-        """Start copying the codes to the GPU, unless a copy was started already."""
-        if self._fetched is None and self._host is not None:
-            self._fetched = self._copies.to_device(self._host, self._device)
-
-    def _unpacked(self) -> Tensor:
-        self.fetch()
-        assert self._fetched is not None
-        (packed, copied), self._fetched = self._fetched, None
-        before = self._before() if self._before is not None else None
-        if before is not None:
-            before.fetch()
-        if copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(copied)
-        return packed.decode()
-
-
-def _pinned_copy(part: Tensor) -> Tensor:
-    return torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=True).copy_(part, non_blocking=True)
-
-
-class HostCopies:
-    """Copies packed tensors between a GPU and host memory, on a CUDA stream of its own."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, Any] = {}
-
-    def _stream(self, device: torch.device) -> Any:
-        """Return the CUDA stream for copies of a device, which waits for the work that is queued on the current stream."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        self._streams[device].wait_stream(torch.cuda.current_stream(device))
-        return self._streams[device]
-
-    def to_host(self, packed: PackedTensor) -> PackedTensor:
-        """Return a copy of `packed` in host memory, after which the allocator may reuse the original's memory."""
-        if packed.device.type == "cpu":
-            return packed.mapped(Tensor.clone)
-        stream = self._stream(packed.device)
-        with torch.cuda.stream(stream):
-            host = packed.mapped(_pinned_copy)
-        for part in packed.parts.tensors():
-            part.record_stream(stream)
-        return host
-
-    def to_device(self, host: PackedTensor, device: torch.device) -> tuple[PackedTensor, Any]:
-        """Return a copy of `host` on `device`, and the CUDA event after which the copy is complete."""
-        if device.type == "cpu":
-            return host.mapped(Tensor.clone), None
-        copy = host.mapped(lambda part: torch.empty(part.shape, dtype=part.dtype, device=device))  # memory of the current stream
-        stream = self._stream(device)
-        with torch.cuda.stream(stream):
-            for part, source in zip(copy.parts.tensors(), host.parts.tensors(), strict=True):
-                part.copy_(source, non_blocking=True)
-                part.record_stream(stream)
-        return copy, stream.record_event()

@@ -58,7 +58,7 @@ from paredown.session.changes import (
     state_changes,
     stored_bytes,
 )
-from paredown.session.checkpointing import CheckpointedModules, OffloadedInputs, SecondPasses
+from paredown.session.checkpointing import CheckpointedModules, SecondPasses
 from paredown.session.eager.activations import Activations
 from paredown.session.eager.product_layers import ProductLayers
 from paredown.session.measured_runs import MeasuredRuns
@@ -114,8 +114,7 @@ class Session:
         self._scripted = scripted_parts(model) if self._packs_activations else []
         if not self._packs_activations:
             self._missing = tuple(plan.check(self._parameter_slots()))
-        self._offloaded = OffloadedInputs() if plan.offload else None
-        self._activations = Activations(plan, seed, form_of=self._offloaded.form_of if self._offloaded is not None else None)
+        self._activations = Activations(plan, seed)
         self._is_checked, self._modules = False, list(model.modules())
         self._watch = Watch(model, self._activations.save, on_begin=self._begin, on_end=self._end, min_numel=MIN_PACKED_NUMEL)
         self._activations.report_small_to(self._watch.leave_out)
@@ -168,8 +167,13 @@ class Session:
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of activations that are stored packed at this moment."""
+        """The bytes of activations that are stored packed at this moment on the model's device; `host_bytes` has those in host memory."""
         return self._activations.stored_bytes + (self._compiled.stored_bytes if self._compiled is not None else 0)
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of packed activations that are in host memory at this moment, because the plan offloads them."""
+        return self._activations.host_bytes
 
     @property
     def runs(self) -> MeasuredRuns:
@@ -243,7 +247,8 @@ class Session:
         rows += self._compiled.changes() if self._compiled is not None else []
         rows += self.products.changes()
         rows += [Change(*row) for row in self._head.rows(packed.saved_by(*LOSS_SLOTS))]
-        rows += self._offloaded.changes() if self._offloaded is not None and self.forwards else []
+        if packed.host is not None and self.forwards:
+            rows += [Change(*row) for row in packed.host.changes(is_compiled=self._compiled is not None)]
         rest = self.plan.find(("",), Role.ACTIVATION).format
         if rest is not None and self._watch.small:
             small = f"{len(self._watch.small)} of fewer than {MIN_PACKED_NUMEL} values"

@@ -104,7 +104,7 @@ class Signals:
 
     def _measure(self, saved: Saved, piece: StoragePiece, form: StoredForm) -> None:
         place = self._places.get(saved.name)
-        if place is None or type(form) is not StoredValues or form.stored is None:
+        if place is None or type(form) is not StoredValues or not form.is_packed:
             return
         if self._numbers is None:
             self._numbers = torch.full((2, len(self._names)), UNSEEN, device=piece.tensor.device)
@@ -115,7 +115,7 @@ class Signals:
             self._numbers[1, place] = torch.linalg.vector_norm(flat, inf)
 
     def _all(self, flat: Tensor, form: StoredValues) -> tuple[Tensor, Tensor]:
-        return flat, form.codec.decode(form.stored, (form.numel,), (1,))
+        return flat, form.codec.decode(form.on_device(), (form.numel,), (1,))
 
     def _sample(self, flat: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """Return exact and decoded values of a part of the packed tensor of slot `name`; each measurement takes another part."""

@@ -156,7 +156,7 @@ class SimulatedSession:
         ]
         rows += [Change(path, CHECKPOINTED, UNMODIFIED, NOT_CHECKPOINTED) for path in self.plan.recompute]
         rows += [Change(path, TILED.format(length), UNMODIFIED, NOT_CHECKPOINTED) for path, length in self.plan.tiles]
-        rows += [Change("offload", OFFLOADED, UNMODIFIED, NOT_CHECKPOINTED)] if self.plan.offload else []
+        rows += [Change(text, OFFLOADED, UNMODIFIED, NOT_CHECKPOINTED) for text in self.plan.offload]
         rows += [Change("the model", "names of saved tensors", "names of outputs", note) for note in self._notes]
         rows += [Change("the model", "rounded values", UNMODIFIED, COMPILED)] if self._begin_hook.was_compiled else []
         return Changes(rows)

@@ -43,13 +43,14 @@ from paredown.autograd.graph import Saved, is_view_modified_in_place, tensors_in
 from paredown.autograd.hooks import patched_attributes
 from paredown.autograd.operations import MIN_PACKED_NUMEL, Use, max_left_bytes
 from paredown.autograd.rematerialization import Rematerialization, rematerialization_of
-from paredown.codec.packed import FlatCodec, flat_codec
+from paredown.codec.packed import flat_codec
 from paredown.codec.recompute import NO_BOUND, empty_mask, pack_mask
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding, Seed
 from paredown.plan.plan import Plan
 from paredown.plan.storage import keeps_enough
 from paredown.session.eager.forward_passes import ActivationBytes, ForwardCount, ForwardStorage, PackingTime, ThreadState
+from paredown.session.eager.host_memory import HostMemory
 from paredown.session.eager.recomputed_values import RecomputedValues, decode_steps_of
 from paredown.session.eager.slot_decisions import (
     HELD_BY_CALLER,
@@ -74,18 +75,15 @@ from paredown.session.value_bounds import ValueBounds, use_and_detail
 FP32 = Format.parse("fp32")
 VALUE = Use.VALUE
 Observer = Callable[[Saved, StoragePiece, StoredForm], None]
-FormOf = Callable[[Saved, StoragePiece, FlatCodec, Any], StoredForm | None]
 
 
 class Activations:
     """The storage of one model's saved activations: packs each in forward, and unpacks it when backward uses it."""
 
-    def __init__(self, plan: Plan, seed: int, *, form_of: FormOf | None = None, min_numel: int = MIN_PACKED_NUMEL) -> None:
-        """Prepare to pack as `plan` says, with the random bits of `seed`.
-
-        `form_of` makes another form for some encoded tensors, as offloading does. Tensors of fewer than `min_numel` values stay unmodified.
-        """
-        self.plan, self.seed, self.min_numel, self._form_of = plan, seed, min_numel, form_of
+    def __init__(self, plan: Plan, seed: int, *, min_numel: int = MIN_PACKED_NUMEL) -> None:
+        """Prepare to pack as `plan` says, with the random bits of `seed`. Tensors of fewer than `min_numel` values stay unmodified."""
+        self.plan, self.seed, self.min_numel = plan, seed, min_numel
+        self.host = HostMemory(plan) if plan.offload else None
         self.count = ForwardCount()
         self.is_sharded = False  # whether parameters are freed between forward and backward
         self.names: set[str] = set()  # of all slots reported so far
@@ -122,6 +120,12 @@ class Activations:
     def stored_bytes(self) -> int:
         """The bytes of all activations that are stored at this moment."""
         return sum(form.nbytes for form in self.stored_forms())
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of packed activations that are in host memory at this moment."""
+        forms = self.stored_forms() if self.host is not None else ()
+        return sum(form.host.nbytes for form in forms if type(form) is StoredValues and form.host is not None)
 
     def stored_forms(self) -> list[StoredForm]:
         """Return what is stored at this moment, one `StoredForm` for each packed piece of memory."""
@@ -200,6 +204,8 @@ class Activations:
     def begin(self, *, is_sharded: bool) -> None:
         """Begin a forward pass; `is_sharded`: parameters are freed between forward and backward."""
         self.count.add()
+        if self.host is not None:
+            self.host.begin()
         self.packing_time.begin_step()
         self.is_sharded = is_sharded
         self.stored_forms()  # drops dead references
@@ -235,7 +241,8 @@ class Activations:
         unmodified = {**not_packed, **{key[0]: forms[key].original_bytes for key in (*restored, *alive)}}
         baseline = storage.baseline_bytes(unmodified)
         if baseline > self.largest.baseline:
-            self.largest = ActivationBytes(sum(unmodified.values()) + sum(form.nbytes for form in forms.values()), baseline)
+            stored = sum(unmodified.values()) + sum(form.nbytes for form in forms.values())
+            self.largest = ActivationBytes(stored, baseline, self.host_bytes)
         if self.count.on_device and output is not None and self.on_small is not None and baseline > 1.25 * self._chosen_for:
             self._choose_small(storage, {key[:-1] for key in (*restored, *alive)}, baseline, self.on_small)
         self.not_freed = dict.fromkeys(self._local.outputs.held, HELD_BY_CALLER)
@@ -300,7 +307,7 @@ class Activations:
             if memory == slot.memory and piece.address not in inputs:
                 storage = self._current_storage()
                 if piece.address not in storage.unpacked:
-                    if slot.is_unmodified and piece.address not in storage.at_address:  # as by `_leave`
+                    if slot.is_unmodified and self.host is None and piece.address not in storage.at_address:  # as by `_leave`
                         storage.left[piece.key], storage.unpacked[piece.address] = slot.nbytes, tensor
                     elif slot.is_cuda:
                         with self._lock:
@@ -362,13 +369,16 @@ class Activations:
         raw.register_hooks(view, slot.unpack if slot.is_cuda else self.packing_time.unpacked)
         if self.on_packed is not None:
             self.on_packed(saved, piece, form)
-        if self.not_packed:
-            self.not_packed.pop(saved.name, None)
+        if self.host is not None and not storage.is_in_backward:
+            self.host.add(saved.name, form)
+        self.not_packed.pop(saved.name, None)
 
     def _leave(self, saved: Saved, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage, use: Use) -> None:
         """Leave a piece of memory unmodified, and drop packed copies of it."""
         if use is Use.EXACT:
             self.not_packed.setdefault(saved.name, saved.reason)
+        if use is VALUE and self.host is not None and not storage.is_in_backward:
+            self.host.reach(saved.name, piece.tensor.device)
         storage.left[piece.key] = slot.nbytes if use is VALUE else 0
         storage.unpacked[piece.address] = unmodified = piece.tensor
         for form in storage.at_address.get(piece.address, ()):
@@ -424,8 +434,7 @@ class Activations:
         if type(previous) is StoredValues:  # this operation needs more precision than the one that saved the tensor first
             previous.replace(codec, stored)
             return previous
-        form = self._form_of(saved, piece, codec, stored) if self._form_of is not None else None
-        return form or StoredValues(piece, codec, stored, self._copies)
+        return StoredValues(piece, codec, stored, self._copies)
 
     def _encoded(self, slot: SlotDecisions, decision: StorageDecision, piece: StoragePiece, storage: ForwardStorage) -> Any:
         codec, tensor = slot.codec, piece.tensor
@@ -467,7 +476,7 @@ class Activations:
         if view is None or not piece.is_whole:
             return None
         source = view.form
-        if type(source) is not StoredValues or source.stored is None or not self._keeps_enough(source, saved):
+        if type(source) is not StoredValues or not source.is_packed or not self._keeps_enough(source, saved):
             return None
         signs = storage.source(rematerialization.sign)
         if piece.tensor._version != (signs.form.version if signs is not None and signs.form.is_of(piece) else 0):
@@ -480,7 +489,7 @@ class Activations:
     def _keeps_enough(self, form: StoredForm, saved: Saved) -> bool:
         """Return whether the decoded values of `form` are precise enough for the operation that saved the tensor."""
         values = form.source if type(form) is RecomputedValues else form
-        if type(values) is not StoredValues or values.stored is None:
+        if type(values) is not StoredValues or not values.is_packed:
             return True
         slot, format = self._slots[saved.name], values.codec.format
         if slot.sufficient is not format:

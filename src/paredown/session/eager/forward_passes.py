@@ -37,6 +37,7 @@ from paredown.session.value_bounds import check_is_warm
 class ForwardStorage:
     """The tensors that one running forward pass has stored, and the storages that stay unmodified."""
 
+    is_in_backward = False  # whether backward runs a part of the model again
     forms: dict[Any, StoredForm] = field(default_factory=dict)  # by storage, version, use and detail: see `use_and_detail`
     at_address: dict[int, list[StoredForm]] = field(default_factory=dict)  # the same by storage address
     unpacked: dict[int, Tensor] = field(default_factory=dict)  # storage address -> a tensor that keeps the storage alive
@@ -175,10 +176,11 @@ class ThreadState(threading.local):
 
 
 class ActivationBytes(NamedTuple):
-    """The bytes of activations that one forward pass saved: as stored, and as the unmodified model saves them."""
+    """The bytes of activations that one forward pass saved: as stored, as the unmodified model saves them, and those in host memory."""
 
     stored: int = 0
     baseline: int = 0
+    on_host: int = 0
 
 
 class ForwardCount:

@@ -37,11 +37,12 @@ class RecomputedValues(StoredForm):
 
     def _recomputed(self, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
         source, steps = self.source, self.steps
-        if source.stored is None or not source.codec.takes_address:
+        stored = source.on_device()
+        if stored is None or not source.codec.takes_address:
             return recompute(source.packed or source.values(), steps, self.dtype, (size, stride))
         if steps.norm is not None:
             steps.norm.check()
-        return source.codec.recompute(source.stored, steps, self.dtype, (size, stride))
+        return source.codec.recompute(stored, steps, self.dtype, (size, stride))
 
 
 def decode_steps_of(

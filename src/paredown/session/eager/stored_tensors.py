@@ -178,23 +178,36 @@ class StoredForm(ABC):
 class StoredValues(StoredForm):
     """A stored form with values encoded in a format."""
 
-    packed_data = ("stored",)
-    __slots__ = ("_copies", "_copy", "codec", "stored")
+    packed_data = ("stored", "host")
+    __slots__ = ("_copies", "_copy", "codec", "host", "stored")
 
     def __init__(self, piece: StoragePiece, codec: FlatCodec, stored: Any, copies: DecodedCopies) -> None:
         """Hold what `codec.encode` returned for the piece; `copies` may hold its decoded values."""
         super().__init__(piece)
         self.codec, self.stored, self._copies = codec, stored, copies
         self._copy: DecodedCopy | None = None  # of values that several saved tensors share
+        self.host: HostCopy | None = None  # under a plan that offloads; while values are in host memory alone, `stored` is None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the packed values exist, on the device or in host memory; not once the form refers to the original memory."""
+        return self.stored is not None or self.host is not None
 
     @property
     def packed(self) -> PackedTensor | None:
         """The packed values; None once the form refers to the original memory."""
-        return self.codec.packed(self.stored) if self.stored is not None else None
+        stored = self.on_device()
+        return self.codec.packed(stored) if stored is not None else None
+
+    def on_device(self) -> Any:
+        """Return the packed values on the device, copied back from host memory if they are there."""
+        if self.host is not None:
+            self.host.bring_back()
+        return self.stored
 
     def replace(self, codec: FlatCodec, stored: Any) -> None:
         """Store the same values as `stored`, which `codec` encoded in another format."""
-        self.codec, self.stored, self.plain_values = codec, stored, None
+        self.codec, self.stored, self.plain_values, self.host = codec, stored, None, None
 
     def _packed_bytes(self) -> int:
         return self.codec.nbytes if self.stored is not None else 0
@@ -205,7 +218,7 @@ class StoredValues(StoredForm):
         If several saved tensors share the values, each gets the copy that was decoded last.
         """
         if self.num_views == 1:
-            return self.codec.decode(self.stored, (self.numel,), (1,))
+            return self.codec.decode(self.on_device(), (self.numel,), (1,))
         copy = self._copy
         if copy is None:
             copy = self._copy = DecodedCopy()
@@ -215,7 +228,7 @@ class StoredValues(StoredForm):
         if is_last:
             copy.held = None
         if values is None:
-            values = self.codec.decode(self.stored, (self.numel,), (1,))
+            values = self.codec.decode(self.on_device(), (self.numel,), (1,))
             copy.alive = StorageRef(values.untyped_storage())
             if not is_last:
                 self._copies.hold(copy, values)
@@ -225,7 +238,23 @@ class StoredValues(StoredForm):
         """Return the decoded piece as a tensor with these sizes and strides."""
         if self.num_views > 1 or self.plain_values is not None or not self.codec.takes_address:
             return self.values().as_strided(size, stride)
-        return self.codec.decode(self.stored, size, stride)
+        return self.codec.decode(self.on_device(), size, stride)
+
+
+class HostCopy(ABC):
+    """The copy in host memory of packed values, if `is_moved`: the plan offloads them (host_memory.py)."""
+
+    __slots__ = ("is_moved",)
+    is_moved: bool
+
+    @abstractmethod
+    def bring_back(self) -> None:
+        """Copy the values back to the device, unless they are there, and let its current stream wait for them."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """The bytes of the copy; 0 before it is made."""
 
 
 class DecodedCopy:

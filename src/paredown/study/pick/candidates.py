@@ -36,8 +36,8 @@ from paredown.formats.format import Format
 from paredown.plan.byte_intervals import resolve_parameter_formats, slot_storages
 from paredown.plan.footprint import peak_of
 from paredown.plan.plan import Plan
+from paredown.plan.planned_step import planned_step
 from paredown.plan.presets import PRESETS
-from paredown.plan.recomputed_slots import planned_step
 from paredown.plan.selectors import Selector
 from paredown.plan.storage import significant_bits
 from paredown.plan.trace import Trace

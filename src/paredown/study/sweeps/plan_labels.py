@@ -20,7 +20,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import count
 
-from paredown.plan.plan import TILED, Plan
+from paredown.plan.plan import CHECKPOINT_INPUTS, TILED, Plan
 from paredown.plan.presets import PRESETS
 from paredown.plan.selectors import Selector
 
@@ -97,7 +97,8 @@ def plan_label(plan: Plan) -> str:
     modules, slots = plan.checkpointed, [text for text in plan.recompute if ":" in text]
     checkpointed = [f"{_listed(modules, 'modules')} checkpointed"] if modules else []
     recomputed = [f"{_listed(slots, 'slots')} recomputed"] if slots else []
-    offloaded = ["offloaded"] if plan.offload else []
+    whose = "" if plan.offload == CHECKPOINT_INPUTS else f"{_listed(plan.offload, 'slots')} "
+    offloaded = [f"{whose}offloaded"] if plan.offload else []
     tiled = [f"{text} {TILED.format(length)}" for text, length in plan.tiles]
     return ", ".join([*roles, *by_name, *checkpointed, *recomputed, *tiled, *offloaded])
 

@@ -33,7 +33,7 @@ import numpy as np
 
 from paredown.assignment.assign import TEMPLATE_FIELD, PlanTemplate, templates_of
 from paredown.errors import SweepError
-from paredown.plan.plan import Plan
+from paredown.plan.plan import CHECKPOINT_INPUTS, Plan
 from paredown.serial import brief
 from paredown.study.sweeps.plan_labels import TaskPlan, distinct_labels, plan_label
 
@@ -84,7 +84,8 @@ class TrialSpec:
         plan_rules, recompute, offload, products, tiles = self.plan.key
         rules: list[Any] = [[key, assignment.to_json()] for key, assignment in plan_rules] + [list(rule) for rule in products]
         rules += [["tile", *rule] for rule in tiles]
-        plan = [rules, list(recompute), *(["offload"] if offload else [])] if recompute or offload else rules
+        moved = ["offload", *(offload if offload != CHECKPOINT_INPUTS else ())] if offload else []
+        plan = [rules, list(recompute), *moved] if recompute or offload else rules
         parts = [
             sweep,
             self.task,

@@ -1,0 +1,273 @@
+"""Packed activations in host memory between forward and backward: the slots that `plan.offload` names, on a GPU.
+
+`HostMemory` collects them layer by layer (`layer_of` the slot's name). A stream of its own copies the packed values of a layer to pinned
+host memory while the next layer computes; when the layer after that begins, they are freed on the GPU. When backward reads the first of a
+layer, the layer before it is copied back too, so that it arrives while this one computes. At most two layers are on the GPU in each
+direction. Memory is freed after waits of streams, not when a copy happens to be done: plan/planned_step.py predicts the same bytes.
+
+The host memory is pinned; torch's allocator keeps it for the next step. If it cannot be allocated, this layer and all later ones stay on
+the GPU as a whole, with a row in `session.changes`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from paredown.plan.byte_intervals import pinned_pieces
+from paredown.plan.plan import Plan
+from paredown.plan.planned_step import IN_GRAPHS, NOT_CUDA, NOT_PACKED, READ_FIRST, layer_of
+from paredown.plan.selectors import first_match
+from paredown.session.eager.stored_tensors import HostCopy, StoredForm, StoredValues
+from paredown.session.value_bounds import is_capturing
+
+OFFLOADING_DEVICES = ("cuda",)
+OFFLOAD, NOT_OFFLOADED = "offload", "where the model is"
+CAPTURED = "a CUDA graph was captured, which a copy to host memory cannot be part of"
+NOT_PINNED = "pinned host memory cannot be allocated: {}"
+Row = tuple[str, str, str, str]  # the fields of a row of `session.changes`
+
+
+class HostMemory:
+    """The packed activations of one model that its plan stores in host memory."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._copies = plan, HostCopies()
+        self._layers: dict[str, tuple[str, bool]] = {}  # slot name -> path of its layer, and whether the plan offloads it
+        self._filling: OffloadedLayer | None = None  # whose slots are being packed
+        self._leaving: OffloadedLayer | None = None  # the layer before, which is being copied to host memory
+        self._is_new_pass = True
+        self._packed: set[str] = set()  # slots
+        self._reason = ""  # why the last slots were not moved
+        self._has_failed = False  # whether there was no pinned memory
+
+    def begin(self) -> None:
+        """Begin a forward pass, with a layer of its own."""
+        self._is_new_pass = True
+
+    def reach(self, name: str, device: torch.device) -> bool:
+        """Begin another layer if a slot with this name is of another one; return whether something can be moved."""
+        if self._has_failed:
+            return False
+        if device.type not in OFFLOADING_DEVICES or is_capturing():
+            self._reason = CAPTURED if device.type == "cuda" else NOT_CUDA
+            return False
+        if name not in self._layers:
+            self._layers[name] = layer_of(name), self._plan.offloads(name)
+        path = self._layers[name][0]
+        if self._filling is None or self._is_new_pass or (self._filling.path, self._filling.device) != (path, device):
+            self._begin_layer(path, device)
+        return self._filling is not None
+
+    def add(self, name: str, form: StoredForm) -> None:
+        """Add the packed values of a slot to those of its layer, which move to host memory if the plan says so."""
+        if type(form) is not StoredValues or form.stored is None:
+            return
+        if form.host is not None:
+            form.host.is_moved |= self._plan.offloads(name)
+        elif self.reach(name, form.stored.device) and self._filling is not None:
+            self._packed.add(name)
+            self._filling.add(name, form, is_moved=self._layers[name][1])
+
+    def _begin_layer(self, path: str, device: torch.device) -> None:
+        """Free the packed values of the layer before the last one on the GPU, and start copying those of the last one."""
+        before, self._is_new_pass = self._filling, False
+        if self._leaving is not None:
+            self._leaving.leave()
+        if before is not None:
+            try:
+                before.copy_to_host()
+            except MemoryError as error:
+                before.stay()
+                self._reason, self._has_failed = str(error), True
+                self._leaving = self._filling = None
+                return
+        self._leaving, self._filling = before, OffloadedLayer(path, device, self._copies, before)
+
+    def changes(self, *, is_compiled: bool) -> list[Row]:
+        """Return a row of changes for each name or pattern in the plan's `offload` of which nothing, or no longer all, is moved."""
+        is_refused, moved = is_compiled or self._has_failed, self._copies.moved
+
+        def reason(text: str) -> str:
+            other = READ_FIRST if first_match((text,), self._packed) else NOT_PACKED
+            return IN_GRAPHS if is_compiled else self._reason or other
+
+        texts = [text for text in self._plan.offload if is_refused or not first_match((text,), moved)]
+        return [(text, OFFLOAD, NOT_OFFLOADED, reason(text)) for text in texts]
+
+
+class OffloadedLayer:
+    """The packed values of one layer that are moved together, and the layer before it, which backward needs next."""
+
+    def __init__(self, path: str, device: torch.device, copies: HostCopies, before: OffloadedLayer | None) -> None:
+        self.path, self.device, self._copies = path, device, copies
+        self._before = weakref.ref(before) if before is not None else lambda: None
+        self._added: list[weakref.ref[LayerCopy]] = []
+        self._copied: Any = None  # the event after which the last copy of its values is complete, in either direction
+        self._is_away = False
+        self._arriving: list[Any] = []  # values that were copied back and that no stream has waited for
+
+    def __del__(self) -> None:
+        if self._arriving:  # nothing has read them: their memory must not be used again before the copy is complete
+            self._copies.wait(self._copied, self.device)
+
+    def add(self, name: str, form: StoredValues, *, is_moved: bool) -> None:
+        """Add the values of a slot, which stay on the GPU for now; `is_moved`: until the layer is copied to host memory."""
+        form.host = copy = LayerCopy(self, form, name, is_moved=is_moved)
+        self._added.append(weakref.ref(copy))
+
+    def _present(self) -> list[tuple[LayerCopy, StoredValues]]:
+        """Return the copies that backward still needs, with the stored forms that they are of."""
+        copies = [copy for ref in self._added if (copy := ref()) is not None]
+        return [(copy, form) for copy in copies if (form := copy.form()) is not None and form.host is copy]
+
+    def copy_to_host(self) -> None:
+        """Start copying the values to host memory; raise MemoryError if there is no pinned memory, before anything is copied."""
+        present = [(copy, form) for copy, form in self._present() if copy.is_moved and form.stored is not None]
+        if not present:
+            return
+        copies, self._copied = self._copies.to_host([form.stored for _, form in present], self.device)
+        for (copy, form), on_host in zip(present, copies, strict=True):
+            copy.on_host, copy.num_bytes = on_host, form.codec.nbytes
+            self._copies.moved.add(copy.name)
+
+    def stay(self) -> None:
+        """Leave the values on the GPU for good."""
+        for _, form in self._present():
+            form.host = None
+
+    def leave(self) -> None:
+        """Free the values on the GPU, once the copies are complete."""
+        present = [form for copy, form in self._present() if copy.on_host is not None]
+        if present:
+            self._copies.wait(self._copied, self.device)
+        for form in present:
+            form.stored, self._is_away = None, True
+
+    def bring_back(self) -> None:
+        """Start copying the values of this layer and of the one before it back to the GPU, and wait for those of this one."""
+        self.fetch()
+        before = self._before()
+        if before is not None:
+            before.fetch()
+        if self._copied is not None:
+            self._copies.wait(self._copied, self.device)
+            self._arriving.clear()
+
+    def fetch(self) -> None:
+        """Start copying the values back to the GPU, unless they are there."""
+        if not self._is_away:
+            return
+        self._is_away = False
+        present = [(copy, form) for copy, form in self._present() if form.stored is None]
+        self._arriving, self._copied = self._copies.to_device([copy.on_host for copy, _ in present], self.device)
+        for (_, form), stored in zip(present, self._arriving, strict=True):
+            form.stored = stored
+
+
+@final
+class LayerCopy(HostCopy):
+    """The copy in host memory of one stored form, as part of its layer."""
+
+    __slots__ = ("__weakref__", "form", "layer", "name", "num_bytes", "on_host")
+
+    def __init__(self, layer: OffloadedLayer, form: StoredValues, name: str, *, is_moved: bool) -> None:
+        self.layer, self.form, self.name, self.is_moved = layer, weakref.ref(form), name, is_moved
+        self.on_host: Any = None
+        self.num_bytes = 0
+
+    def bring_back(self) -> None:
+        """Copy the layer's values back to the device, unless they are there, and let its current stream wait for them."""
+        self.layer.bring_back()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the copy; 0 before it is made."""
+        return self.num_bytes
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------------------------
+
+
+class HostBytes(NamedTuple):
+    """The bytes of what a codec stores, in host memory: each tensor as pieces of the sizes of `pinned_pieces`.
+
+    `like` has tensors of the same shapes and dtypes on the meta device.
+    """
+
+    like: Any
+    pieces: list[list[Tensor]]  # by tensor
+
+
+def mapped(stored: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return what a codec stores, a buffer or a packed tensor, with `function` applied to its tensors."""
+    return function(stored) if isinstance(stored, Tensor) else stored.mapped(function)
+
+
+def flat_bytes(stored: Any) -> list[Tensor]:
+    """Return the bytes of each tensor of what a codec stores, as flat uint8 views."""
+    parts = [stored] if isinstance(stored, Tensor) else stored.parts.tensors()
+    return [part.reshape(-1).view(torch.uint8) for part in parts]
+
+
+class HostCopies:
+    """Copies of packed values between a GPU and host memory, on a CUDA stream of its own; on a CPU they are made at once."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+        self.moved: set[str] = set()  # slots that were copied to host memory
+
+    def to_host(self, stored: Sequence[Any], device: torch.device) -> tuple[list[HostBytes], Any]:
+        """Return copies in host memory, and the event after which they are complete; raise MemoryError without pinned memory."""
+        sources = [flat_bytes(one) for one in stored]
+        try:
+            copies = [
+                HostBytes(mapped(one, lambda part: torch.empty_like(part, device="meta")), [_pieces(part) for part in parts])
+                for one, parts in zip(stored, sources, strict=True)
+            ]
+        except RuntimeError as error:
+            raise MemoryError(NOT_PINNED.format(str(error).partition("\n")[0])) from None
+        pairs = [(copy.pieces, parts) for copy, parts in zip(copies, sources, strict=True)]
+        return copies, self._copy([pair for pieces, parts in pairs for pair in _by_piece(pieces, parts)], device)
+
+    def to_device(self, on_host: Sequence[HostBytes], device: torch.device) -> tuple[list[Any], Any]:
+        """Return copies on `device`, in memory of its current stream, and the event after which they are complete."""
+        stored = [mapped(copy.like, lambda part: torch.empty_like(part, device=device)) for copy in on_host]
+        pairs = [pair for copy, one in zip(on_host, stored, strict=True) for pair in _by_piece(copy.pieces, flat_bytes(one))]
+        return stored, self._copy([(target, piece) for piece, target in pairs], device)
+
+    def wait(self, copied: Any, device: torch.device) -> None:
+        """Let the current stream of `device` wait for copies."""
+        if copied is not None:
+            torch.cuda.current_stream(device).wait_event(copied)
+
+    def _copy(self, pairs: list[tuple[Tensor, Tensor]], device: torch.device) -> Any:
+        """Copy the second tensor of each pair to the first, on the stream of copies, after the work queued on the current stream."""
+        if device.type == "cpu":
+            for target, source in pairs:
+                target.copy_(source)
+            return None
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+
+def _pieces(part: Tensor) -> list[Tensor]:
+    """Return uninitialized memory of the host for the bytes of `part`, pinned if it is on a GPU."""
+    is_pinned = part.device.type == "cuda"
+    return [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in pinned_pieces(part.nbytes)]
+
+
+def _by_piece(pieces: list[list[Tensor]], parts: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pairs of a piece of host memory and the bytes on the device that it has."""
+    for of_part, part in zip(pieces, parts, strict=True):
+        yield from zip(of_part, part.split([piece.numel() for piece in of_part]), strict=True)
