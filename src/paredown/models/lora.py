@@ -93,7 +93,7 @@ def _owner(module: nn.Module) -> Any:
 def add_lora(model: nn.Module, rank: int, targets: Sequence[str] = ()) -> list[str]:
     """Freeze `model`, add adapters to its linear layers, experts and routers, and return the paths of these layers and parameters.
 
-    `targets`: patterns of paths, or last parts of paths as in PEFT (q_proj). Without any, all but the output head.
+    `targets`: patterns of paths, or last parts of paths as in PEFT (q_proj, to_out.0). Without any, all but the output head.
     """
     weights = {**{path: None for path, module in model.named_modules() if _is_linear(module)}, **_parameters(model)}
     chosen = [path for path in weights if _is_target(path, targets)] if targets else _without_head(model, list(weights))
@@ -134,7 +134,7 @@ def _parameters(model: nn.Module) -> dict[str, str]:
 
 
 def _is_target(path: str, targets: Sequence[str]) -> bool:
-    return any(fnmatchcase(path, target) or path.rpartition(".")[2] == target for target in targets)
+    return any(fnmatchcase(path, target) or path.endswith(f".{target}") for target in targets)
 
 
 def _without_head(model: nn.Module, paths: list[str]) -> list[str]:
