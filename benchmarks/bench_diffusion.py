@@ -5,8 +5,8 @@
     python benchmarks/bench_diffusion.py --quick    # tiny shapes on the CPU: whether it runs, no figures
 
 `flux` and `sd3` are the transformers of FLUX.1 dev (11.9B parameters) and of Stable Diffusion 3 medium (2.0B) from their configs, with
-random bfloat16 weights: one picture of 1024 x 1024, adapters of rank 16 by PEFT on the attention's projections, in bfloat16, and the model's own
-activation checkpointing in all ways. The loss is that of flow matching; AdamW is torch's, fused.
+random bfloat16 weights: one picture of 1024 x 1024, adapters of rank 16 by PEFT on the attention's projections, in bfloat16, and the
+model's own activation checkpointing in all ways. The loss is that of flow matching; AdamW is torch's, fused.
 
 bitsandbytes quantizes every linear layer, in blocks of 64 with float32 scales. Its prediction is that of our nf4 with such scales.
 """

@@ -6,10 +6,12 @@ import copy
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -497,3 +499,49 @@ def test_the_input_of_an_adapter_and_of_its_frozen_layer_is_stored_once() -> Non
         stored = session.stored_bytes
         loss.backward()
     assert stored == pare.Format.parse("int8/64@bf16").nbytes((64 * SIDE,))  # inputs of lora_B are too small to be packed
+
+
+class TopKRouter(nn.Module):
+    """The router of transformers, whose weight is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, SIDE) / SIDE**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)
+
+
+class MoeLayer(nn.Module):
+    """An expert and a router, which is a module of its own or a linear layer named gate."""
+
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.gate_proj, self.adapter = gate, nn.Linear(SIDE, 64, bias=False), nn.Linear(SIDE, SIDE)
+        self.requires_grad_(False).adapter.requires_grad_(True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.adapter(x)
+        scores, chosen = self.gate(x).topk(2)
+        return self.gate_proj(x).gather(1, chosen) * scores
+
+
+@pytest.mark.parametrize("gate", [TopKRouter, lambda: nn.Linear(SIDE, 64, bias=False)], ids=["module", "linear"])
+def test_routers_are_exact(gate: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """Rounded scores would send tokens to other experts: the router's weight stays plain, the layer beside it does not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(MoeLayer(gate()))
+    before, dense = model[0].gate.weight.clone(), copy.deepcopy(model)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    x = torch.randn(TOKENS, SIDE)
+    trace = pare.trace_step(model, (x, x[:, :2]), loss=functional.mse_loss, optimizer="adamw", device="cpu")
+    session = apply(NF4, model)
+    assert [(c.slot, c.given) for c in session.changes] == [("weight=0.gate.weight", "unmodified")]
+    assert "scores experts" in session.changes[0].reason and torch.equal(model[0].gate.weight, before)
+    packed = pare.Format.parse("nf4/64@bf16").nbytes((64, SIDE))
+    plain = sum(p.nbytes for name, p in dense.named_parameters() if "gate_proj" not in name)
+    assert pare.footprint(trace, NF4).by_role[pare.Role.WEIGHT] == packed + plain and session.weight_bytes == packed
+    with torch.device("meta"):
+        loaded = nn.Sequential(MoeLayer(gate()))
+    pare.load_packed(loaded, tmp_path, NF4)
+    assert torch.equal(loaded[0].gate.weight, before) and type(loaded[0].gate_proj.weight) is PackedParameter
