@@ -92,12 +92,12 @@ class Row:
     predicted_bytes: int | None = None
     base_bytes: int | None = None  # what the model holds before the first step
     reserved_bytes: int | None = None
+    host_seconds: float | None = None
     median_seconds: float | None = None
     p20_seconds: float | None = None
     p80_seconds: float | None = None
-    host_seconds: float | None = None
-    last_loss: float | None = None
     num_changes: int | None = None
+    last_loss: float | None = None
     skipped: str | None = None
     error: str | None = None
 

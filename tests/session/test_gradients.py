@@ -143,7 +143,7 @@ def test_another_batch_size_is_no_other_plan() -> None:
 
 
 class GroupedExperts(nn.Module):
-    """Experts of one parameter, each for an eighth of the rows, as transformers' grouped products have them; `rank`: of a sum that is added."""
+    """Experts of one parameter, each for an eighth of the rows, as those of transformers; `rank`: of a sum that is added."""
 
     def __init__(self, rank: int = 0) -> None:
         super().__init__()
