@@ -12,7 +12,7 @@ where Liger's kernels do not run, peers have the unmodified loss.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -184,15 +184,16 @@ def with_adapters(model: nn.Module) -> nn.Module:
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
-def quantize_by_bitsandbytes(model: nn.Module, *, is_double: bool) -> None:
-    """Replace the linear layers of a Llama, one after the other, by nf4; the output head stays."""
+def quantize_by_bitsandbytes(model: nn.Module, *, is_double: bool, targets: Collection[str] = TARGETS) -> None:
+    """Replace the linear layers whose paths end with `targets`, one after the other, by nf4; of a Llama the output head stays."""
     from bitsandbytes.nn import Linear4bit  # type: ignore[import-not-found]
 
     options = {"compute_dtype": torch.bfloat16, "compress_statistics": is_double, "quant_type": "nf4", "device": "meta"}
     for path, old in list(model.named_modules()):
         parent, _, name = path.rpartition(".")
-        if type(old) is nn.Linear and name in TARGETS:
+        if type(old) is nn.Linear and name in targets:
             new = Linear4bit(old.in_features, old.out_features, bias=False, **options)
+            new.bias = old.bias
             kind = type(new.weight)
             quantized = {"requires_grad": False, "compress_statistics": is_double, "quant_type": "nf4", "module": new}
             new.weight = kind(old.weight.detach(), **quantized).to(old.weight.device)

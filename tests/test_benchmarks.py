@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from importlib import import_module
 from pathlib import Path
@@ -47,3 +48,13 @@ def test_step_times_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     options = ("--quick", "--model", "graph", "--traces", str(tmp_path / "traces"), "--commit", "x", "--out", str(tmp_path))
     ran = run_script(FOLDER / "bench_time.py", *options, cwd=tmp_path)
     assert ran.status == 0 and (tmp_path / "time.json").is_file(), ran.err
+
+
+def test_lora_of_diffusion_transformers_is_measured_and_predicted(tmp_path: Path) -> None:
+    for package in ("diffusers", "peft"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    for words, file in (((), "diffusion.json"), (("predict",), "diffusion_predictions.json")):
+        ran = run_script(FOLDER / "bench_diffusion.py", *words, "--quick", "--model", "sd3", "--out", str(tmp_path), cwd=tmp_path)
+        assert ran.status == 0 and (tmp_path / file).is_file(), ran.err
+    rows = json.loads((tmp_path / "diffusion.json").read_text())[-1]["rows"]
+    assert [row["way"] for row in rows if row["error"]] == [] and sum(row["median_seconds"] is not None for row in rows) == 4

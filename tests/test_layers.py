@@ -59,7 +59,10 @@ ALLOWED: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "study/papers": (STEP | {"simulate", "study/pick"}, frozenset({"numpy", "scipy"})),
     "study/report": (CORE | {"study/tasks", "study/sweeps", "study/pick"}, frozenset({"sqlalchemy"})),
     "study": (frozenset(), frozenset()),
-    "integrations": (CORE | {"study/tasks", "study/pick"}, frozenset({"torch", "transformers", "huggingface_hub", "lightning"})),
+    "integrations": (
+        CORE | {"study/tasks", "study/pick"},
+        frozenset({"torch", "transformers", "diffusers", "huggingface_hub", "lightning"}),
+    ),
     "cli": (
         CORE | {"__init__", "study/tasks", "study/sweeps", "study/pick", "study/report", "integrations"},
         frozenset({"typer", "rich", "torch", "numpy", "safetensors"}),

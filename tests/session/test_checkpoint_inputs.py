@@ -25,8 +25,9 @@ from paredown.plan.explanation import explain_slots
 from tests.predict.test_prediction import plainly_held
 from tests.session.nets import INT4, INT8, assert_same, gradients, relative_error, weighted
 
-REENTRANT, NON_REENTRANT, BY_PLAN = "reentrant", "non-reentrant", "plan.recompute"
-MODES = pytest.mark.parametrize("mode", [NON_REENTRANT, REENTRANT, BY_PLAN])
+REENTRANT, NON_REENTRANT, BY_PLAN, BY_NAME = "reentrant", "non-reentrant", "plan.recompute", "plan.recompute, x by name"
+PLANNED = (BY_PLAN, BY_NAME)
+MODES = pytest.mark.parametrize("mode", [NON_REENTRANT, REENTRANT, *PLANNED])
 ROWS, WIDTH = 128, 64
 EIGHT_BITS = ROWS * WIDTH + ROWS * WIDTH // 64 * 2  # codes, and a scale of two bytes for 64 values
 
@@ -75,8 +76,8 @@ class Stack(nn.Module):
             self.inputs.append(weakref.ref(x.untyped_storage()))
             if self.rounded is not None:
                 x = Rounded.apply(x, layer, partial(self.rounded, number))
-            elif self.mode == BY_PLAN:
-                x = layer(x)
+            elif self.mode in PLANNED:
+                x = layer(x) if self.mode == BY_PLAN else layer(x=x)
             else:
                 x = checkpoint(layer, x, use_reentrant=self.mode == REENTRANT)
         return x
@@ -98,7 +99,7 @@ def step(model: nn.Module, *, autocast: bool = False) -> list[Tensor]:
 def plan_of(format: str, mode: str) -> Plan:
     """A plan that packs the inputs of checkpoints only."""
     plan = Plan.uniform(activation=None).set("*:checkpoint.input", format)
-    return plan.recomputing("layers.*") if mode == BY_PLAN else plan
+    return plan.recomputing("layers.*") if mode in PLANNED else plan
 
 
 def in_row(x: Tensor, format: str, **options: Any) -> Tensor:
@@ -168,7 +169,7 @@ def test_reentrant_inputs_are_freed_when_the_next_layer_begins() -> None:
 def test_presets_store_8_bits_and_a_rule_that_names_the_slots_may_use_fewer(mode: str) -> None:
     model = Stack(mode)
     preset = Plan.preset("activations4")
-    with apply(preset.recomputing("layers.*") if mode == BY_PLAN else preset, model) as session:
+    with apply(preset.recomputing("layers.*") if mode in PLANNED else preset, model) as session:
         step(model)
         row = session.explain().of("layers.1:checkpoint.input")
     assert (row.asked, row.now) == ("uint4/32@bf16+bf16", INT8)
@@ -296,7 +297,7 @@ def test_inputs_without_a_gradient_and_of_two_layers(mode: str) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             x, mask = self.first(x), torch.full((ROWS, WIDTH), -torch.inf).triu(1)
-            if mode == BY_PLAN:
+            if mode in PLANNED:
                 return self.layers[0](x, mask) + self.layers[1](x, mask)
             run: Any = partial(checkpoint, use_reentrant=mode == REENTRANT)
             return run(self.layers[0], x, mask) + run(self.layers[1], x, mask)
@@ -304,7 +305,7 @@ def test_inputs_without_a_gradient_and_of_two_layers(mode: str) -> None:
     model = Net()
     plain = step(copy.deepcopy(model))
     plan = Plan.uniform(activation=INT8)
-    with apply(plan.recomputing("layers.*") if mode == BY_PLAN else plan, model) as session:
+    with apply(plan.recomputing("layers.*") if mode in PLANNED else plan, model) as session:
         loss = weighted(model(batch()))
         assert session.stored_bytes == EIGHT_BITS, "both layers share the packed input"
         loss.backward()
@@ -379,7 +380,7 @@ def test_a_guard_measures_them(mode: str) -> None:
 @pytest.mark.parametrize("block", [Block, lambda: Block(nn.ReLU)])
 def test_predicted_bytes_are_the_stored_ones(mode: str, block: Callable[[], nn.Module]) -> None:
     model, plan = Stack(mode, block), Plan.uniform(activation=INT8)
-    plan = plan.recomputing("layers.*") if mode == BY_PLAN else plan
+    plan = plan.recomputing("layers.*") if mode in PLANNED else plan
     inputs = (batch(), torch.zeros(1))
     trace = trace_step(model, inputs, loss=lambda y, _: weighted(y), device="cpu")
     with apply(plan, model) as session:

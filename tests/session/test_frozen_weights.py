@@ -6,10 +6,12 @@ import copy
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,8 +25,10 @@ from paredown.optim.packed_weight import Weight
 from paredown.plan.explanation import explain_slots
 from tests.session.nets import assert_same
 from tests.session.test_weights import alive, saved_sizes
+from tests.support.memory import peak_bytes
 
 SIDE, RANK, TOKENS = 96, 4, 20
+NUM = 16  # experts
 FORMATS = pytest.mark.parametrize("format", ["nf4/64@bf16", "int4/64@bf16", "int8/64@bf16", "e4m3fn/64@bf16"])
 NF4 = Plan.uniform(frozen="nf4/64@bf16")
 BF16: Callable[[], AbstractContextManager[Any]] = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
@@ -497,3 +501,115 @@ def test_the_input_of_an_adapter_and_of_its_frozen_layer_is_stored_once() -> Non
         stored = session.stored_bytes
         loss.backward()
     assert stored == pare.Format.parse("int8/64@bf16").nbytes((64 * SIDE,))  # inputs of lora_B are too small to be packed
+
+
+class TopKRouter(nn.Module):
+    """The router of transformers, whose weight is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, SIDE) / SIDE**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)
+
+
+class MoeLayer(nn.Module):
+    """An expert and a router, which is a module of its own or a linear layer named gate."""
+
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.gate_proj, self.adapter = gate, nn.Linear(SIDE, 64, bias=False), nn.Linear(SIDE, SIDE)
+        self.requires_grad_(False).adapter.requires_grad_(True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.adapter(x)
+        scores, chosen = self.gate(x).topk(2)
+        return self.gate_proj(x).gather(1, chosen) * scores
+
+
+@pytest.mark.parametrize("gate", [TopKRouter, lambda: nn.Linear(SIDE, 64, bias=False)], ids=["module", "linear"])
+def test_routers_are_exact(gate: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """Rounded scores would send tokens to other experts: the router's weight stays plain, the layer beside it does not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(MoeLayer(gate()))
+    before, dense = model[0].gate.weight.clone(), copy.deepcopy(model)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    x = torch.randn(TOKENS, SIDE)
+    trace = pare.trace_step(model, (x, x[:, :2]), loss=functional.mse_loss, optimizer="adamw", device="cpu")
+    session = apply(NF4, model)
+    assert [(c.slot, c.given) for c in session.changes] == [("weight=0.gate.weight", "unmodified")]
+    assert "scores experts" in session.changes[0].reason and torch.equal(model[0].gate.weight, before)
+    packed = pare.Format.parse("nf4/64@bf16").nbytes((64, SIDE))
+    plain = sum(p.nbytes for name, p in dense.named_parameters() if "gate_proj" not in name)
+    assert pare.footprint(trace, NF4).by_role[pare.Role.WEIGHT] == packed + plain and session.weight_bytes == packed
+    with torch.device("meta"):
+        loaded = nn.Sequential(MoeLayer(gate()))
+    pare.load_packed(loaded, tmp_path, NF4)
+    assert torch.equal(loaded[0].gate.weight, before) and type(loaded[0].gate_proj.weight) is PackedParameter
+
+
+class Experts(nn.Module):
+    """Experts of two parameters, with which it runs, as those of transformers; adapters may replace them for a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(NUM, SIDE, 2 * SIDE) / SIDE, requires_grad=False)
+        self.down = nn.Parameter(torch.randn(NUM, 2 * SIDE, SIDE) / SIDE, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(torch.tanh(torch.bmm(x.expand(NUM, *x.shape), self.up)), self.down).sum(0)
+
+
+class ExpertLayer(nn.Module):
+    """Trained and frozen weights: a linear layer, and experts, of which `is_adapted` adds A B to the first."""
+
+    def __init__(self, is_adapted: bool) -> None:
+        super().__init__()
+        self.first, self.experts = nn.Linear(SIDE, SIDE), Experts()
+        self.factors = nn.ParameterList(torch.randn(NUM, *shape) for shape in ((SIDE, RANK), (RANK, 2 * SIDE)) if is_adapted)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if not len(self.factors):
+            return self.experts(x)
+        weight = self.experts._parameters.pop("up")
+        try:
+            self.experts.up = torch.baddbmm(weight, *self.factors)  # type: ignore[arg-type]
+            return self.experts(x)
+        finally:
+            del self.experts.up
+            self.experts.register_parameter("up", weight)
+
+
+class ExpertLayers(nn.Module):
+    """Three layers; `checkpoints`: by the model itself."""
+
+    def __init__(self, is_adapted: bool, checkpoints: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.checkpoints = nn.ModuleList(ExpertLayer(is_adapted) for _ in range(3)), checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
+        return x
+
+
+@pytest.mark.parametrize(("is_adapted", "mode"), [(False, "checkpoints"), (False, "plan"), (True, "whole"), (True, "checkpoints")])
+def test_peaks_of_frozen_experts_are_predicted(is_adapted: bool, mode: str, tmp_path: Path) -> None:
+    """Experts are decoded together while their module runs, and a weight that an adapter replaces while the sum is computed."""
+    model, x = ExpertLayers(is_adapted, mode == "checkpoints"), torch.randn(4, SIDE)  # nearly all bytes are those of weights
+    plan = NF4.recomputing("layers.*") if mode == "plan" else NF4
+    trace = pare.trace_step(model, (x, x), loss=functional.mse_loss, optimizer="sgd", device="cpu")
+    foot = pare.footprint(trace, plan)
+    with apply(plan, model):
+
+        def run() -> None:
+            functional.mse_loss(model(x), x).backward()
+            model.zero_grad()
+
+        run()
+        measured = peak_bytes(run, tmp_path)
+    stored = sum(foot.by_role.get(role, 0) for role in (pare.Role.WEIGHT, pare.Role.INPUT))
+    assert foot.peak_bytes - stored == pytest.approx(measured, rel=0.05)

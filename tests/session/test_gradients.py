@@ -152,3 +152,34 @@ def test_another_batch_size_is_no_other_plan() -> None:
         assert relative_error(step(net, rows(num)), expected) < 0.02
     assert {change.slot for change in session.changes} == {"a:input", ":tanh.output"}
     assert weighted(net(rows(2))).isfinite()  # 128 values: nothing to pack
+
+
+class GroupedExperts(nn.Module):
+    """Experts of one parameter, each for an eighth of the rows, as those of transformers; `rank`: of a sum that is added."""
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.weight = nn.Linear(64, 64), nn.Parameter(torch.randn(8, 96, 64) / 8)
+        self.factors = nn.ParameterList(torch.randn(8, *shape) / 8 for shape in ((96, rank), (rank, 64)) if rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (rows, 64) -> (rows, 96)."""
+        weight = torch.baddbmm(self.weight, *self.factors) if len(self.factors) else self.weight
+        ends = torch.arange(1, 9, dtype=torch.int32) * (len(x) // 8)
+        return torch.tanh(nn.functional.grouped_mm(self.first(x), weight.mT, offs=ends))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_operands_of_grouped_products_are_packed(rank: int) -> None:
+    """Their inputs, and weights that were computed; a parameter is no activation."""
+    model, x = GroupedExperts(rank), torch.randn(512, 64)
+    (model(x) ** 2).sum().backward()
+    plain = gradients(model)
+    model.zero_grad()
+    values = 512 * 64 + (8 * 96 * 64 if rank else 0)  # the batch and the model's output are held by the caller
+    with apply(activations(INT8), model) as session:
+        loss = (model(x) ** 2).sum()
+        assert session.stored_bytes == values + values // 64 * 2
+        loss.backward()
+    assert 0 < relative_error(gradients(model), plain) < 0.03

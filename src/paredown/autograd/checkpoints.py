@@ -60,6 +60,10 @@ HIDDEN = (
 
 
 ROUTER = re.compile(r"router|moe|expert|topk", re.IGNORECASE)  # class names of modules
+ROUTES_ITSELF = re.compile(r"router|topk", re.IGNORECASE)  # class names of modules whose own weight scores the experts
+ROUTER_NAMES = ("gate", "router")  # of linear layers in modules that ROUTER matches
+ADAPTED = ".base_layer"  # what PEFT adds to the path of a layer
+CHOOSES = "it scores experts: from a rounded weight, tokens would go to others"
 COMPARING_MODULES = (
     *(nn.ReLU, nn.LeakyReLU, nn.RReLU, nn.PReLU, nn.Threshold),
     *(nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Hardshrink, nn.Softshrink),
@@ -153,6 +157,26 @@ def reason_exact(tensor: Tensor, output: Any, first: int, layer: nn.Module) -> s
 def _routers_in(layer: nn.Module) -> list[str]:
     """Return the class names of submodules of `layer` that are named after routing, such as "MoE" or "Router"."""
     return [type(module).__name__ for module in layer.modules() if ROUTER.search(type(module).__name__)]
+
+
+def router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights that score experts, by name: with rounded ones, tokens would go to other experts.
+
+    >>> class SparseMoeBlock(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.gate, self.up_proj = nn.Linear(64, 8, bias=False), nn.Linear(64, 256)
+    >>> list(router_weights(nn.Sequential(SparseMoeBlock())))
+    ['0.gate.weight']
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, nn.Parameter] = {}
+    for path, module in modules.items():
+        parent, _, name = path.removesuffix(ADAPTED).rpartition(".")
+        is_gate = name in ROUTER_NAMES and type(module) is nn.Linear and bool(ROUTER.search(type(modules[parent]).__name__))
+        if is_gate or ROUTES_ITSELF.search(type(module).__name__):
+            found |= {name: p for name, p in module.named_parameters(prefix=path, recurse=False) if p.ndim > 1}
+    return found
 
 
 def _is_read(tensor: Tensor, nodes: Iterable[Any]) -> bool:

@@ -104,7 +104,7 @@ class Watch(SavedReports):
         enter, leave = (self._begin, self._end) if is_root else (self._enter, self._leave)
         hooks = Hook(enter), Hook(leave)
         self._root_hook = hooks[0] if is_root else self._root_hook
-        before = module.register_forward_pre_hook(hooks[0], with_kwargs=is_root, prepend=is_root)
+        before = module.register_forward_pre_hook(hooks[0], with_kwargs=True, prepend=is_root)
         after = module.register_forward_hook(hooks[1], always_call=is_root)
         self._handles[module] = [before, after]
 
@@ -259,7 +259,7 @@ class Watch(SavedReports):
             call_always(entrance, self._handles[entrance][1], is_on=False)
         self._end_pass(current, None)
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         current: Pass | None = getattr(self._running, "current", None)
         if current is None or current.over is not None or current.saves is not None or current.entrance is module:
             current = self._pass_of(module, args)
@@ -271,13 +271,13 @@ class Watch(SavedReports):
         current.times[path] = times = current.times.get(path, 0) + 1
         path = path if times == 1 else f"{path}@{times}"
         if self._on_enter is not None and current.saves is None:
-            self._on_enter(path, args)
+            self._on_enter(path, (*args, *kwargs.values()))
         if not is_grad_enabled():
             self._enter_hidden(current, module, path, args)
         current.calls.append(call := ModuleCall(module, path, is_plain_leaf, next_number()))
         current.is_repeated = False
         if top_default_hooks(True) is not None and current.saves is None:
-            self.checkpoints.find(current, args)
+            self.checkpoints.find(current, (*args, *kwargs.values()))
             # The inside of a checkpointed layer is reported once: hooks of torch.utils.checkpoint hold all that is saved there
             current.is_repeated = call.is_checkpointed and self._min_numel > 0 and path in self.checkpoints.reported
         if current.is_repeated or (self.passed_over and not self.collects_small and module in self.passed_over):

@@ -205,6 +205,7 @@ ROWS: dict[str, OperationRow] = {
     # backward of a product of 8-bit codes (codec/products.py): what compiled graphs save in place of the codes of its input
     "QuantizeRows": OperationRow("linear", {"input": Operand("input"), "weight": WEIGHT}),
     "RowProduct": OperationRow("linear", others=_exact("codes", CODES)),
+    "GroupedMm": OperationRow("grouped_matmul", {"self": Operand("input"), "mat2": WEIGHT}),
     "Bmm": OperationRow("matmul", {"self": Operand("input"), "mat2": Operand("other")}),
     "Baddbmm": OperationRow("matmul", {"batch1": Operand("input"), "batch2": Operand("other")}),
     "Mul": OperationRow("mul", {"self": Operand("input"), "other": Operand("other")}),

@@ -3,7 +3,8 @@
     digits#model=vit,steps=200        a task: its own model, data, loss and optimizer (docs/tasks.md)
     resnet50#width=64,picture=224     a model of paredown.models on random pictures or tokens
     file.py:function, module:function a Task, (model, batch), (model, batch, loss), or a model alone, which then needs --input
-    folder or config.json             a Hugging Face model with the shapes of its config; nothing is downloaded, no code of it runs
+    folder or config.json             a model of transformers or diffusers with the shapes of its config; nothing is downloaded, no code
+                                      of it runs
 
 A trace needs shapes only, so another batch size is the same batch with another first dimension.
 
@@ -36,7 +37,8 @@ from paredown.assignment.assign import assign
 from paredown.cli.application import SubjectOptions
 from paredown.cli.output import BASELINE
 from paredown.errors import PlanError, TaskError, TraceError
-from paredown.integrations.hugging_face_config import CONFIG_BATCH, NAME, check_counts, find_config, read_config
+from paredown.integrations.diffusers_config import read_diffusers_config, sample_loss
+from paredown.integrations.hugging_face_config import CONFIG_BATCH, NAME, check_counts, find_config, is_of_diffusers, read_config
 from paredown.loss.output_head import CHUNKED_LOSS
 from paredown.models import LENGTH, MODELS, OF_TEXT, PICTURE, random_batch
 from paredown.models.lora import add_lora
@@ -140,8 +142,7 @@ def find_subject(text: str, changes: SubjectOptions) -> Subject:
     head, _, tail = text.strip().partition("#")
     head = head.strip()
     if (config := find_config(head)) is not None:
-        model, batch = read_config(config, lookup.parse_options(tail), changes.input)
-        subject = Subject(config.parent.name or config.name, model, batch, assumed=_assumed_tokens(batch, tail, changes))
+        subject = _of_config(config, tail, changes)
     elif ":" in head and head.partition(":")[0] not in lookup.WITH_FILE:
         subject = _of_user_code(head, lookup.parse_options(tail), changes)
     elif head in MODELS:
@@ -150,6 +151,15 @@ def find_subject(text: str, changes: SubjectOptions) -> Subject:
     else:
         subject = of_task(_task(text, head))
     return _changed(subject if changes.lora is None else _with_lora(subject, changes), changes)
+
+
+def _of_config(config: Path, tail: str, changes: SubjectOptions) -> Subject:
+    """Return the step of the model that a config.json of transformers or diffusers describes."""
+    if is_of_diffusers(config):
+        model, step, assumed = read_diffusers_config(config, lookup.parse_options(tail), changes.input)
+        return Subject(type(model).__name__, model, step, sample_loss, assumed=(_assumed_batch(CONFIG_BATCH), *assumed))
+    model, batch = read_config(config, lookup.parse_options(tail), changes.input)
+    return Subject(config.parent.name or config.name, model, batch, assumed=_assumed_tokens(batch, tail, changes))
 
 
 def _with_lora(subject: Subject, changes: SubjectOptions) -> Subject:

@@ -44,16 +44,21 @@ LAYERS = (
     "decoder_layers",
 )  # others can be -1 for "the last"
 NOT_COUNTED = re.compile(r"(size|dim|freq|interval|id|ids|tokens|offset|width|length|eps|dropout|step)$")
-DIFFUSERS = "_class_name"
+DIFFUSERS = "_class_name"  # the field of a config of diffusers that names the class
 ONE_LABEL = ("ForSequenceClassification", "ForImageClassification")  # one label for each example, not for each token
 
 
 def find_config(text: str) -> Path | None:
-    """Return the path of the config.json that `text` names, either the file or its folder; None if there is none."""
+    """Return the path of the config.json that `text` names: the file, its folder, or that of a diffusion pipeline; None without."""
     path = Path(text)
     if path.name == NAME and path.is_file():
         return path
-    return path / NAME if (path / NAME).is_file() else None
+    return next((folder / NAME for folder in (path, path / "transformer", path / "unet") if (folder / NAME).is_file()), None)
+
+
+def is_of_diffusers(path: Path) -> bool:
+    """Return whether a config.json is one of diffusers."""
+    return DIFFUSERS in config_object(path)
 
 
 def read_config(path: Path, options: Mapping[str, Any], input: str | None) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -66,9 +71,7 @@ def read_config(path: Path, options: Mapping[str, Any], input: str | None) -> tu
         raise TaskError(
             f"option {unknown[0]!r} is unknown for a Hugging Face config. Allowed: length, dtype ({', '.join(CONFIG_DTYPES)})."
         )
-    value = read_json(path, "config", TaskError, most_bytes=LARGEST)
-    check_config(value, path)
-    value = _without_fetched(value)
+    value = config_object(path)
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -80,8 +83,15 @@ def read_config(path: Path, options: Mapping[str, Any], input: str | None) -> tu
     except TaskError:
         raise
     except Exception as error:  # transformers raises exceptions of any type for an invalid config
-        raise TaskError(f"{path.parent.name}/{NAME} describes no model that transformers can make: {_first_line(error)}.") from None
+        raise TaskError(f"{path.parent.name}/{NAME} describes no model that transformers can make: {first_line(error)}.") from None
     return model, _batch(model, config, _length(config, options, input))
+
+
+def config_object(path: Path) -> dict[str, Any]:
+    """Return the fields of a config.json, without those that make libraries download files."""
+    value = read_json(path, "config", TaskError, most_bytes=LARGEST)
+    check_config(value, path)
+    return _without_fetched(value)
 
 
 def _without_fetched(value: Any) -> Any:
@@ -145,7 +155,8 @@ def _batch(model: nn.Module, config: Any, length: int) -> dict[str, Tensor]:
     )
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an exception's message, or its class."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
@@ -153,15 +164,11 @@ def _first_line(error: Exception) -> str:
 
 
 def check_config(value: Any, path: Path) -> None:
-    """Raise TaskError for a value that is no config of a transformers model, or of one that is too deep to build."""
-    if isinstance(value, Mapping) and DIFFUSERS in value:
+    """Raise TaskError for a value that is no config of a model of transformers or diffusers, or of one that is too deep to build."""
+    if not isinstance(value, Mapping) or not isinstance(value.get(DIFFUSERS, value.get("model_type")), str):
         raise TaskError(
-            f"{path} is a config of diffusers ({brief(value[DIFFUSERS])}), and only those of transformers are built. Write a function that "
-            f"builds the model and a batch, such as `def step(): return UNet2DConditionModel.from_config(...), batch, loss`, and give "
-            "file.py:step."
+            f"{path} is no config of a Hugging Face model: it has no field model_type, and none of diffusers ({DIFFUSERS})."
         )
-    if not isinstance(value, Mapping) or not isinstance(value.get("model_type"), str):
-        raise TaskError(f"{path} is no config of a Hugging Face model: it has no field model_type.")
     check_counts(value, str(path))
 
 

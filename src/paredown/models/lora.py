@@ -90,7 +90,7 @@ def _owner(module: nn.Module) -> Any:
 def add_lora(model: nn.Module, rank: int, targets: Sequence[str] = ()) -> list[str]:
     """Freeze `model`, add adapters to its linear layers, experts and routers, and return the paths of these layers and parameters.
 
-    `targets`: patterns of paths, or last parts of paths as in PEFT (q_proj). Without any, all but the output head.
+    `targets`: patterns of paths, or last parts of paths as in PEFT (q_proj, to_out.0). Without any, all but the output head.
     """
     linear = [path for path, layer in model.named_modules() if type(layer) is nn.Linear or type(layer).__name__ == TRANSPOSED]
     weights = {**dict.fromkeys(linear), **_parameters(model)}
@@ -128,7 +128,7 @@ def _parameters(model: nn.Module) -> dict[str, str]:
 
 
 def _is_target(path: str, targets: Sequence[str]) -> bool:
-    return any(fnmatchcase(path, target) or path.rpartition(".")[2] == target for target in targets)
+    return any(fnmatchcase(path, target) or path.endswith(f".{target}") for target in targets)
 
 
 def _without_head(model: nn.Module, paths: list[str]) -> list[str]:

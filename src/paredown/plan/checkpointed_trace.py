@@ -43,6 +43,7 @@ from paredown.sizes import FLOAT_BYTES
 
 CALL = re.compile(r"@\d+")  # suffix of a path from the second call of a module on
 INPUT = "it is the input of a checkpointed module"
+Span = tuple[int, int]
 TILES = "tiles"  # the operation of pieces of a module (plan/tiled_trace.py)
 
 
@@ -228,14 +229,17 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
 
 
 def _with_frozen(slots: Iterable[Slot], before: Trace, span: CheckpointSpan) -> Iterator[Slot]:
-    """Yield `slots`, where the module's largest frozen weight has a further decoded copy in the second forward pass.
+    """Yield `slots`, where the largest frozen weights of one module call have a further decoded copy in the second forward pass.
 
-    That pass runs in one tick and decodes frozen weights one at a time. `before`: the trace without this checkpoint. Sessions decode frozen
-    weights again where backward reads them.
+    That pass runs in one tick and decodes frozen weights one at a time, or together those with which a module runs (experts). `before`: the
+    trace without this checkpoint. Sessions decode frozen weights again where backward reads them.
     """
     frozen = [slot for slot in before.of(Role.WEIGHT) if slot.is_frozen and is_inside(slot.module, span.module)]
-    largest = max(frozen, key=lambda slot: slot.nbytes, default=None)
-    runs = {slot.name: (*slot.running, *[(span.backward_start, span.backward_start)] * (slot is largest)) for slot in frozen}
+    calls: dict[tuple[Span, ...] | str, list[Slot]] = {}
+    for slot in frozen:
+        calls.setdefault(slot.running or slot.name, []).append(slot)
+    largest = max(calls.values(), key=lambda together: sum(slot.nbytes for slot in together), default=[])
+    runs = {slot.name: (*slot.running, *[(span.backward_start, span.backward_start)] * (slot in largest)) for slot in frozen}
     for slot in slots:
         yield replace(slot, running=runs[slot.name]) if slot.role is Role.WEIGHT and slot.name in runs else slot
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from paredown.autograd.checkpoints import CHOOSES, router_weights
 from paredown.autograd.graph import tensors_in
 from paredown.errors import TraceError
 from paredown.loss.output_head import CHUNKED_LOSS, OutputHead, find_head
@@ -163,6 +164,7 @@ class TraceBuilder:
     def __init__(self, step: FakeStep) -> None:
         self.step = step
         self._parameter_ids = {id(p) for p in step.model.parameters()}
+        self._router_ids = {id(p) for p in router_weights(step.model).values() if not p.requires_grad}
 
     def trace(self, state: OptimizerState, batch: Any, autocast: torch.dtype | None, known_modules: dict[Any, Any]) -> Trace:
         """Return the trace of the step that ran. `known_modules`: what `token_modules` found in earlier traces of this step."""
@@ -207,7 +209,7 @@ class TraceBuilder:
         if role is not Role.WEIGHT:
             return slot
         allocation = self.step.timeline.find(tensor)
-        stays = "" if id(tensor) in self._parameter_ids else OUTSIDE
+        stays = CHOOSES if id(tensor) in self._router_ids else "" if id(tensor) in self._parameter_ids else OUTSIDE
         parts, running = self.step.recorder.weight_parts(allocation, end), self._decoded_spans(tensor, allocation)
         return replace(slot, stays=stays, parts=parts, running=running, is_frozen=not tensor.requires_grad)
 

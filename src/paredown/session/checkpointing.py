@@ -17,7 +17,7 @@ the operation that reads them: each decoded copy is multiplied in place and beco
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -88,15 +88,17 @@ class CheckpointedModules:
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if getattr(self._local, "is_second_call", False):
             return
+        named = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
         running = _checkpoint_without_reentrant_generator(
-            module,
+            partial(_called_again, module, len(args), named),
             KEEPS_RANDOM_STATE,
             lambda: (nullcontext(), _ReusableContext(lambda: self._second_call(module))),
             DETERMINISM,
             DEBUG,
             EARLY_STOP,
             *args,
-            **kwargs,
+            *(kwargs[name] for name in named),
+            **{name: value for name, value in kwargs.items() if name not in named},
         )
         next(running)
         self._calls().append((module, running))
@@ -128,6 +130,14 @@ class CheckpointedModules:
                 yield
         finally:
             self._local.is_second_call = before
+
+
+def _called_again(module: nn.Module, num_args: int, named: Sequence[str], /, *values: Any, **kwargs: Any) -> Any:
+    """Return the output of a module's second call, for `values` of its arguments and then of the keyword arguments `named`.
+
+    torch.utils.checkpoint saves tensors among positional arguments, which can be packed, and holds keyword arguments as they are.
+    """
+    return module(*values[:num_args], **dict(zip(named, values[num_args:], strict=True)), **kwargs)
 
 
 def callable_paths(path: str, module: nn.Module) -> Iterator[str]:

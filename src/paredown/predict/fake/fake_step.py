@@ -90,19 +90,17 @@ class ModuleRunTimes:
     def __init__(self, modules: Iterable[nn.Module], current_tick: Callable[[], int]) -> None:
         self._current_tick = current_tick
         self._modules = [module for module in modules if any(p is not None for p in module._parameters.values())]
-        self._owners: dict[int, list[nn.Module]] = {}  # id of a parameter -> modules that own it
-        for module in self._modules:
-            for parameter in module._parameters.values():
-                self._owners.setdefault(id(parameter), []).append(module)
-        self._entered: dict[nn.Module, list[int]] = {module: [] for module in self._modules}
-        self._spans: dict[nn.Module, list[Span]] = {module: [] for module in self._modules}
+        self._entered: dict[nn.Module, list[tuple[int, list[int]]]] = {module: [] for module in self._modules}
+        self._spans: dict[int, list[Span]] = {id(p): [] for module in self._modules for p in module._parameters.values()}
 
     @contextmanager
     def recording(self) -> Generator[None]:
         """Return a context in which module calls are recorded, also those in backward."""
         handles: list[Any] = []
         for module in self._modules:
-            handles += [module.register_forward_pre_hook(self._enter), module.register_forward_hook(self._leave)]
+            handles.append(module.register_forward_pre_hook(self._enter))
+            # always: torch.utils.checkpoint ends a second pass by an exception, as soon as all that backward needs is there
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
         try:
             yield
         finally:
@@ -110,15 +108,18 @@ class ModuleRunTimes:
                 handle.remove()
 
     def spans(self, parameter: Tensor) -> tuple[Span, ...]:
-        """Return the spans (first tick, last tick) in which a module that owns `parameter` runs."""
-        return merged(span for module in self._owners.get(id(parameter), ()) for span in self._spans[module])
+        """Return the spans (first tick, last tick) in which a module that owns `parameter` runs with it."""
+        return merged(self._spans.get(id(parameter), ()))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._entered[module].append(self._current_tick() + 1)
+        # a parameter that an adapter has replaced for this call is read outside of the module
+        own = [id(p) for p in module._parameters.values() if id(p) in self._spans]
+        self._entered[module].append((self._current_tick() + 1, own))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        entered = self._entered[module].pop()
-        self._spans[module].append((entered, max(entered, self._current_tick())))
+        entered, own = self._entered[module].pop()
+        for key in own:
+            self._spans[key].append((entered, max(entered, self._current_tick())))
 
 
 class FakeStep:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paredown.autograd.checkpoints import router_weights
 from paredown.codec.packed import DTYPES, PART_NAMES, PackedTensor
 from paredown.errors import CheckpointError, CodecError
 from paredown.optim.packed_weight import weight_of
@@ -136,6 +137,8 @@ def load_packed(
     optimizers afterwards. If files and model do not fit each other, CheckpointError says why, and the model is unmodified.
     """
     checkpoint, plan = open_checkpoint(source), plan_of(plan)
+    for name in router_weights(model):
+        plan = plan.set(name, None)
     slots = model.state_dict(keep_vars=True)
     names_by_id: dict[int, list[str]] = {}
     for name, tensor in slots.items():

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paredown.autograd.checkpoints import CHOOSES, router_weights
 from paredown.autograd.graph import next_number
 from paredown.autograd.hooks import Hook, num_running, patched_attributes
 from paredown.errors import CodecError
@@ -219,7 +220,8 @@ class Weights:
     def _pack(self) -> None:
         model = self._model()
         assert model is not None
-        reasons = parameters_without_hooks(model, self._is_compiled)
+        reasons = {id(parameter): CHOOSES for parameter in router_weights(model).values() if not parameter.requires_grad}
+        reasons |= parameters_without_hooks(model, self._is_compiled)
         for key in self._graphs.weights if self._graphs is not None else ():
             reasons.pop(key, None)
         sharded: dict[str, tuple[DTensor, Format]] = {}
