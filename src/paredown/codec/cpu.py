@@ -110,7 +110,7 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
     loops = find_loops(out)
     if loops is None:
         return out.copy_((reference.random_bits(seed, start, count, device) ^ (1 << 31)) - (1 << 31))
-    loops.random_bits(loops.Call(1, count, 0, np.float32(1), *seed.keys(), start), array_of(out.view(torch.uint32)))
+    loops.random_bits(loops.Call(1, count, 0, np.float32(1), *seed.keys(), start), bytes_of(out).view(np.uint32))
     return out
 
 
@@ -211,7 +211,7 @@ def _memory(loops: ModuleType, parts: PackedParts) -> Any:
 def bytes_of(x: Tensor | None) -> Any:
     """Return the memory of a contiguous tensor as a numpy array of bytes, valid while the tensor lives; an empty one for None.
 
-    This is six times as quick as `array_of`.
+    `Tensor.numpy` would forbid `resize_` of its storage from then on, which FSDP2 calls, and np.from_dlpack takes six times as long.
     """
     if x is None or x.nbytes == 0:
         return NO_BYTES
@@ -223,14 +223,6 @@ def bytes_of(x: Tensor | None) -> Any:
 def _buffer(num_bytes: int) -> Any:
     """Return the ctypes type of an array of `num_bytes` bytes."""
     return ctypes.c_uint8 * num_bytes
-
-
-def array_of(x: Tensor) -> Any:
-    """Return the memory of a tensor as a numpy array of the same shape and dtype.
-
-    `Tensor.numpy` would forbid `resize_` of its storage from then on, which FSDP2 calls.
-    """
-    return np.from_dlpack(x)
 
 
 @lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from paredown.codec import cpu as codec
-from paredown.codec.cpu import DTYPES, GIVEN, array_of, bytes_of, numbers_of
+from paredown.codec.cpu import DTYPES, GIVEN, bytes_of, numbers_of
 from paredown.codec.packed import PackedTensor, default_overflow
 from paredown.codec.reference import COVER, PackedParts
 from paredown.formats.format import Format
@@ -121,7 +121,7 @@ def _memory(unit: UpdateUnit, layout: UpdateLayout) -> Any:
     unit_len = _unit_len(layout)
     is_random = any(kind.rounding is Rounding.STOCHASTIC for kind in (layout.weight, *layout.moments))
     shape = loops.Shape(*_tiles(unit.rows, unit.cols, unit_len), layout.block, unit.first_index, is_random)
-    return numbers, records, residue, shape, array_of(unit.counters)
+    return numbers, records, residue, shape, bytes_of(unit.counters).view(np.int32)
 
 
 def _tiles(rows: int, cols: int, unit_len: int) -> tuple[int, int, int]:
