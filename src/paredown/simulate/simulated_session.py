@@ -120,7 +120,7 @@ class SimulatedSession:
     def promote(self) -> None:
         """Change slots that overflowed in the last training pass to their wider format.
 
-        Each training pass begins with this, also in a captured graph.
+        Each pass begins with this, also in a captured graph.
         """
         self._slots.promote()
 
@@ -241,8 +241,7 @@ class SimulatedSession:
         for sentence in self._slots.new_warnings():
             warnings.warn(sentence, UserWarning, stacklevel=2)
         counts_overflow = self.how.raised is not None and torch.is_grad_enabled() and model.training
-        if counts_overflow:
-            self._slots.promote()
+        self._slots.promote()
         self._slots.begin()
         self._values.has_stepped = self._updates.num_steps > 0
         if self._slots.is_capturing and not counts_overflow:
