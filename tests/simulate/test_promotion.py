@@ -112,9 +112,7 @@ def test_without_a_plan_to_raise_to_nothing_is_raised() -> None:
     assert session.promotions == ()
 
 
-def train(
-    net: nn.Module, steps: int, optimizer: torch.optim.Optimizer, first: int = 0, *, times: float = 30.0
-) -> list[float]:
+def train(net: nn.Module, steps: int, optimizer: torch.optim.Optimizer, first: int = 0, *, times: float = 30.0) -> list[float]:
     losses: list[float] = []
     for number in range(first, first + steps):
         x = times * pictures(4, side=8, seed=number)
