@@ -13,7 +13,7 @@ Deterministic kernels are asked for, so that `r0.5` and `r0.5-fixed` differ by p
 to the bit on a CPU.
 
 `cnn` has three convolutions without norms and learns CIFAR-100 in 400 steps of 64 pictures, with a smaller low format forward: an exponent
-bit less, 1-3-3 with the paper's bias 4, whose largest value is 1.875. `memory` counts 8 bits for it too.
+bit less, 1-3-3 with the paper's bias 4, whose largest value is 1.875. `memory` counts 8 bits for it too. Its rate is 0.1, or 0.2.
 
 Ways: `fp32`; `high` and `low` have one level everywhere; `operator` is HFP8's, `amp` torch.autocast's; `r0.5` demotes groups by decreasing
 size until half of all numbers are low and promotes what overflows by 1 %, `r0.5-fixed` does not promote. `memory` is the size of
@@ -96,11 +96,12 @@ SMALLER = Formats(forward="e3m3b7f")
 CNN = Task("cnn", partial(cnn, 16), 400, 64, data="cifar100", num_classes=100, formats=SMALLER)
 TASKS = {
     "cnn": CNN,
+    "cnn, rate 0.2": replace(CNN, name="cnn, rate 0.2", peak_lr=0.2),
     "squeezenet": Task("squeezenet", partial(SqueezeNet, num_classes=10, width=0.5), peak_lr=0.05),
     "resnet18": Task("resnet18", partial(resnet18, num_classes=10, width=16, small_input=True)),
 }
 QUICK = {
-    "cnn": replace(CNN, build=partial(cnn, 4), num_steps=3, batch=8, num_judged=16),
+    **{name: replace(TASKS[name], build=partial(cnn, 4), num_steps=3, batch=8, num_judged=16) for name in ("cnn", "cnn, rate 0.2")},
     "squeezenet": Task("squeezenet", partial(SqueezeNet, num_classes=10, width=0.125), 3, 8, num_judged=16),
     "resnet18": Task("resnet18", partial(resnet18, num_classes=10, width=4, small_input=True), 3, 8, num_judged=16),
 }
