@@ -88,7 +88,7 @@ def assignments() -> list[tuple[str, ...]]:
     """The claims of mixed-precision assignments: memory at equal accuracy, divergence, tasks."""
     rows = rows_of("train_assign")
     networks = list(dict.fromkeys(row["task"] for row in rows))
-    evidence = {name: _at_equal_accuracy([row for row in rows if row["task"] == name]) for name in networks}
+    evidence = {name: at_equal_accuracy([row for row in rows if row["task"] == name]) for name in networks}
     promoting = [name for name in networks if evidence[name][2]]
     has_parity = [name for name in networks if evidence[name][1].is_noise]
     shown = "; ".join(f"{name} {saving:.2f}x, {one}{f' with {num:.0f} tensors promoted' if num else ', nothing overflowed'}"
@@ -96,7 +96,9 @@ def assignments() -> list[tuple[str, ...]]:
     is_shown = promoting and len(has_parity) == len(networks)
     verdict = "shown, in short trainings" if is_shown else f"in part: {', '.join(has_parity)}" if has_parity else "not shown"
     where = f"`benchmarks/results/train_assign.json`, {commits(rows)}"
-    all_runs = [row for run in json.loads((RESULTS / "train_assign.json").read_text()) for row in run["rows"] if row["seed"] is not None]
+    all_runs = [
+        row for run in json.loads((RESULTS / "train_assign.json").read_text()) for row in run["rows"] if row["seed"] is not None
+    ]
     diverged = [row for row in all_runs if row["status"] == "diverged"]
     where_diverged = list(dict.fromkeys((row["task"], row["way"]) for row in diverged))
     others = "; ".join(
@@ -119,7 +121,7 @@ def assignments() -> list[tuple[str, ...]]:
     ]  # fmt: skip
 
 
-def _at_equal_accuracy(rows: list[Row]) -> tuple[float, Difference, float]:
+def at_equal_accuracy(rows: list[Row]) -> tuple[float, Difference, float]:
     """Of one network with promotion: memory saved, points beside float32, and tensors promoted.
 
     It is the lowest memory of ways in which tensors were promoted. Where none was, `r0.3` and `r0.3-fixed` are two runs of one way, whose
@@ -129,7 +131,11 @@ def _at_equal_accuracy(rows: list[Row]) -> tuple[float, Difference, float]:
     promoted = [row for row in rows if row["way"] in PROMOTING and row["num_promoted"]]
     if promoted:
         way = min((row["way"] for row in promoted), key=lambda way: memory[way])
-        return memory["fp32"] / memory[way], difference(rows, way), statistics.mean(r["num_promoted"] for r in promoted if r["way"] == way)
+        return (
+            memory["fp32"] / memory[way],
+            difference(rows, way),
+            statistics.mean(r["num_promoted"] for r in promoted if r["way"] == way),
+        )
     twice = [[row["value"] for row in rows if row["way"] in ("r0.3", "r0.3-fixed") and row["seed"] == seed]
              for seed in sorted({row["seed"] for row in rows})]  # fmt: skip
     means = [{"way": "both", "seed": seed, "value": statistics.mean(values)} for seed, values in enumerate(twice)]
