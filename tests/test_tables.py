@@ -88,3 +88,19 @@ def test_a_difference_is_that_of_the_same_seeds() -> None:
             for way, values in (("fp32", (0.5, 0.7, 0.1)), ("low", (0.4, 0.7))) for seed, value in enumerate(values)]  # fmt: skip
     found = claims.difference(rows, "low", task="t")
     assert (found.num, found.mean, found.error) == (2, pytest.approx(-0.05), pytest.approx(0.05)) and found.is_noise
+
+
+def test_where_nothing_was_promoted_both_ways_are_runs_of_one() -> None:
+    """By hand: (0.4 + 0.6) / 2 - 0.5 and (0.2 + 0.6) / 2 - 0.5; where tensors were promoted, the way of least memory counts."""
+    runs = {"fp32": (0.5, 0.5), "r0.3": (0.4, 0.2), "r0.3-fixed": (0.6, 0.6), "r1.0": (0.5, 0.4)}
+    memory = {"fp32": 8.0, "r0.3": 4.0, "r0.3-fixed": 4.0, "r1.0": 2.0}
+    rows: list[dict[str, object]] = [
+        {"way": way, "seed": seed, "value": value, "memory": memory[way], "num_promoted": 0}
+        for way, values in runs.items()
+        for seed, value in enumerate(values)
+    ]
+    saving, found, num = claims.at_equal_accuracy(rows)
+    assert (saving, found.mean, num) == (2.0, pytest.approx(-0.05), 0.0)
+    promoted = [{**row, "num_promoted": 3} if row["way"] == "r1.0" else row for row in rows]
+    saving, found, num = claims.at_equal_accuracy(promoted)
+    assert (saving, found.mean, num) == (4.0, pytest.approx(-0.05), 3.0)

@@ -18,6 +18,7 @@ from paredown.assignment.checkpointed_layers import added_seconds, layers_alone,
 from paredown.assignment.strategies import METHODS, role_table_error
 from paredown.autograd.operations import Use
 from paredown.errors import BudgetError, PlanError
+from paredown.formats.catalog import TIERS
 from paredown.models import MODELS, random_batch
 from paredown.models.lora import add_lora
 from paredown.models.resnet import resnet50
@@ -341,6 +342,20 @@ def mlp_trace(rank: int | None, optimizer: str = "adamw") -> Trace:
     if rank is not None:
         add_lora(model, rank)
     return trace_step(model, (torch.empty(16, 256), torch.empty(16, 256)), loss=mse_loss, optimizer=optimizer, device="cpu")
+
+
+def test_gradients_are_in_4_bits_before_activations_are_in_2() -> None:
+    """At a peak that 4-bit activations need 4-bit gradients for: in the prior `state_budgets` 2-bit activations cost more."""
+    model = nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(256, 256), nn.GELU())))
+    trace = trace_step(model, (torch.empty(512, 256),) * 2, loss=mse_loss, optimizer="adamw", device="cpu")
+    plans = {
+        bits: Plan.uniform(activation="int4/64@bf16", **TIERS["lpmm4"] | {"gradient": f"int{bits}/64@bf16"}) for bits in (4, 8)
+    }
+    budget = footprint(trace, plans[4]).bound_bytes
+    assert footprint(trace, plans[8]).bound_bytes > budget
+    plan = assign(trace, budget)
+    chosen = {slot.name: plan.find((slot.name,), Role.ACTIVATION).format for slot in trace.activations}
+    assert {format.element.width for format in chosen.values() if format is not None} == {4, 8}
 
 
 @pytest.mark.parametrize("method", ["role", "fine_tune"])

@@ -65,6 +65,33 @@ def test_one_percent_of_overflow_raises_a_tensor_for_good(num_past: int, is_rais
     assert len({row.slot for row in session.promotions}) == len(session.promotions)
 
 
+def test_an_overflow_in_the_last_step_raises_before_the_model_is_judged() -> None:
+    """The paper raises tensors after every step: accuracy after the last one is measured with the formats that the step left."""
+    model = Wide(100)
+    with torch.no_grad():
+        model.fc.weight.mul_(0.5)
+    session = apply(paper_plan(), model, mode=Simulate(raised=high_plan()))
+    x = torch.full((2, 100), 31.0)
+    assert (model(x) == 15.0).all()  # of 30
+    assert (model.eval()(x) == 16.0).all() and [row.forward for row in session.promotions] == [1]  # 15.5, ties away from zero
+
+
+@pytest.mark.parametrize("rounding", ["nearest_away", "stochastic"])
+def test_training_is_the_same_to_the_bit_until_something_overflows(rounding: str) -> None:
+    """Counting overflows changes no value, no random bit and no loss scale; then only what is raised does."""
+    results: list[list[float]] = []
+    for raised in (None, high_plan()):
+        net = Forked()
+        plan = Plan.uniform(activation="e4m3b11f", weight="e4m3b11f", error="e5m2f", rounding=rounding, overflow="saturate")
+        session = apply(plan, net, seed=4, mode=Simulate(raised=raised))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+        results.append(train(net, 3, optimizer, times=1.0))
+        assert not session.promotions
+        results[-1] += train(net, 3, optimizer, 3, times=100.0)
+        assert bool(session.promotions) is (raised is not None)
+    assert results[0][:4] == results[1][:4] and results[0][4:] != results[1][4:]
+
+
 def test_single_tensors_are_raised_not_groups() -> None:
     torch.manual_seed(0)
     net = Forked()
@@ -85,10 +112,10 @@ def test_without_a_plan_to_raise_to_nothing_is_raised() -> None:
     assert session.promotions == ()
 
 
-def train(net: nn.Module, steps: int, optimizer: torch.optim.Optimizer, first: int = 0) -> list[float]:
+def train(net: nn.Module, steps: int, optimizer: torch.optim.Optimizer, first: int = 0, *, times: float = 30.0) -> list[float]:
     losses: list[float] = []
     for number in range(first, first + steps):
-        x = 30 * pictures(4, side=8, seed=number)
+        x = times * pictures(4, side=8, seed=number)
         loss = cross_entropy(net(x), torch.tensor([0, 1, 2, 3]))
         loss.backward()
         optimizer.step()

@@ -6,7 +6,7 @@ which none or some are packed (plan/byte_intervals.py).
 
     item                       options: unmodified, then of fewer and fewer bits; each has its bytes over time and a predicted error
     layers.0.mlp.1:input       unmodified | int8 | uint4 | int4 | uint2;   layers.0.mlp.2:input is recomputed from it and takes no bytes
-    layers.0.mlp.0.weight      full | moments8 | safe | half | lpmm | lpmm4, with packed or plain gradients
+    layers.0.mlp.0.weight      full | moments8 | safe | half | lpmm | lpmm4, with packed or plain gradients | gradient4 | state4
     a frozen weight            full | frozen8 | frozen4
 
 The bytes come from the functions of plan/byte_intervals.py, so that they equal those of a footprint with its margin, `bound_bytes`.
@@ -65,11 +65,15 @@ _TIERS = {
     name: row for name, row in TIERS.items() if row and name != "fine_tune"
 }  # fine_tune differs from safe only in the length of blocks
 _PLAIN_GRADIENT = {name: {role: text for role, text in row.items() if role != "gradient"} for name, row in _TIERS.items()}
+# Gradients and weights in 4 bits cost less than activations in 2 bits in all trials of the prior `state_budgets` (docs/log.md, 2026-11-19).
+_FOUR_BITS = {"gradient": "int4/64@bf16", "weight": "int4/64@e8m0"}
 TIER_ROWS: Mapping[str, Mapping[str, str]] = {
     "full": {},
     "moments8": {role: text for role, text in TIERS["safe"].items() if role in ("moment1", "moment2")},
     **{f"{name}, plain gradients": row for name, row in _PLAIN_GRADIENT.items()},
     **_TIERS,
+    "gradient4": {**TIERS["lpmm4"], "gradient": _FOUR_BITS["gradient"]},
+    "state4": {**TIERS["lpmm4"], **_FOUR_BITS},
 }
 FULL_ROWS = {"full": TIER_ROWS["full"]}
 # rows for small learning rates: a trained weight that is packed has a residue

@@ -115,7 +115,7 @@ class SimulatedSession:
         return self._calls.following(path)
 
     def promote(self) -> None:
-        """Change slots that overflowed in the last training pass to their wider format, as each training pass does first."""
+        """Change slots that overflowed in the last training pass to their wider format; each pass, a captured graph's too, begins with it."""
         self._slots.promote()
 
     def set_plan(self, plan: Plan, *, forwards: int | None = None, seed: int | None = None) -> None:
@@ -234,8 +234,7 @@ class SimulatedSession:
         for sentence in self._slots.new_warnings():
             warnings.warn(sentence, UserWarning, stacklevel=2)
         counts_overflow = self.how.raised is not None and torch.is_grad_enabled() and model.training
-        if counts_overflow:
-            self._slots.promote()
+        self._slots.promote()
         self._slots.begin()
         self._values.has_stepped = self._updates.num_steps > 0
         if self._slots.is_capturing and not counts_overflow:
