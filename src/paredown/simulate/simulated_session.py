@@ -115,7 +115,7 @@ class SimulatedSession:
         return self._calls.following(path)
 
     def promote(self) -> None:
-        """Change slots that overflowed in the last training pass to their wider format, as each pass does first, also in a captured graph."""
+        """Change slots that overflowed in the last training pass to their wider format, as each pass does first."""
         self._slots.promote()
 
     def set_plan(self, plan: Plan, *, forwards: int | None = None, seed: int | None = None) -> None:
