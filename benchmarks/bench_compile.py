@@ -43,7 +43,7 @@ from loops import Log, common_options, gib
 from paredown.tables import Table
 
 WORKER = Path(__file__).parent / "compile_worker.py"
-STEP_WAYS = ("compiled", "budget=0.8", "budget=0.5", "budget=0.3", "int8", "int4", "eager")
+STEP_WAYS = ("compiled", "budget=0.8", "budget=0.5", "budget=0.3", "int8", "uint4", "int4", "eager")
 LIMIT_GIB = 130  # for all processes together
 PACKED_SHARE = 0.65  # of the peak, with packed activations
 OVERHEAD_GIB = 1.5  # a process beyond its peak: CUDA context, workspaces, memory that the allocator holds back

@@ -37,14 +37,14 @@ from paredown.models import MODELS
 
 LIMIT_BYTES = 16 * GIB
 GRAIN = 32  # the largest batch is a multiple of this
-FORMATS = {"int8": "int8/64@bf16", "int4": "int4/64@bf16"}  # those of bench_session.py; int4 rounds stochastically
+FORMATS = {"int8": "int8/64@bf16", "uint4": "uint4/32@bf16+bf16", "int4": "int4/64@bf16"}  # uint4 is the preset activations4
 RECOMPUTE = "recompute"  # a plan that packs no activation: graphs that recompute what sessions do
 NUM_LOSSES = 10  # the loss after a training is the mean of its last ones
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a step runs; parts are joined by + or -: compiled, eager, int8, int4, recompute, budget=0.5, fit=6.6, int8+budget=0.6."""
+    """How a step runs; parts are joined by + or -: compiled, eager, int8, uint4, int4, recompute, budget=0.5, fit=6.6, int8+budget=0.6."""
 
     name: str
     is_eager: bool
@@ -63,7 +63,7 @@ class Way:
         kinds = (budgets, bits, plain, fits)
         if sum(map(len, kinds)) != len(parts) or max(map(len, kinds)) > 1 or (fits and len(parts) > 1):
             raise ValueError(
-                f"{name!r} is no way to run a step; write compiled, eager, int8, int4, recompute, budget=0.5, fit=6.6 or int8+budget=0.6"
+                f"{name!r} is no way to run a step; write compiled, eager, {', '.join(FORMATS)}, recompute, budget=0.5 or int8+budget=0.6"
             )
         return Way(name, "eager" in plain, *(found[0] if found else None for found in (bits, budgets, fits)))
 
