@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 
 from loops import PACKAGES
 from measure import machine
-from tables import RESULTS, markdown, newest, pair, relative
+from tables import RESULTS, compiled_networks, markdown, relative
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = RESULTS / "compatibility.json"
@@ -209,8 +209,7 @@ def operations() -> list[tuple[str, ...]]:
 def network_rows(found: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Networks by kind: the numbers of reasons for other formats, small on a CPU, and ratios at full size where these were measured."""
     measured: dict[str, list[str]] = {}
-    for network, way in newest("zoo", ("network", "way"), having="num_changes"):
-        row, base = pair("zoo", "network", network, way, "compiled")
+    for network, way, row, base in compiled_networks():
         ratios = ", ".join(relative(row, base, name) for name in ("peak_bytes", "median_seconds"))
         measured.setdefault(network, []).append(f"{way}: {ratios}, {row['num_changes']} rows")
     numbers = {reason: number for number, reason in enumerate(reasons_of(found), 1)}

@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -187,13 +187,17 @@ def measured() -> str:
     return said.format(*peaks)
 
 
+def compiled_networks() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
+    """Network and way of each packed compiled step of bench_zoo.py, its newest row, and that of plain torch.compile."""
+    for network, way in newest("zoo", ("network", "way"), having="num_changes"):
+        if not way.startswith("eager"):
+            yield network, way, *pair("zoo", "network", network, way, "compiled")
+
+
 def zoo() -> str:
     """Peaks and times of compiled steps of networks that nothing was tuned for, relative to plain torch.compile."""
     cells: list[tuple[str, ...]] = []
-    for network, way in newest("zoo", ("network", "way"), having="num_changes"):
-        if way.startswith("eager"):
-            continue
-        row, base = pair("zoo", "network", network, way, "compiled")
+    for network, way, row, base in compiled_networks():
         ratios = (relative(row, base, name) for name in ("peak_bytes", "median_seconds"))
         cells.append(
             (network, row["kind"], way, *map(memory_and_time, (base, row)), *ratios, str(row["num_changes"]), row["commit"])

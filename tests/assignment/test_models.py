@@ -345,17 +345,17 @@ def mlp_trace(rank: int | None, optimizer: str = "adamw") -> Trace:
 
 
 def test_gradients_are_in_4_bits_before_activations_are_in_2() -> None:
-    """At a peak that 4-bit activations need 4-bit gradients for: in the prior `state_budgets` 2-bit activations cost more."""
+    """At a peak that 4-bit activations need 4-bit gradients for, less 2 %: in the prior `state_budgets` 2-bit activations cost more."""
     model = nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(256, 256), nn.GELU())))
     trace = trace_step(model, (torch.empty(512, 256),) * 2, loss=mse_loss, optimizer="adamw", device="cpu")
     plans = {
         bits: Plan.uniform(activation="int4/64@bf16", **TIERS["lpmm4"] | {"gradient": f"int{bits}/64@bf16"}) for bits in (4, 8)
     }
-    budget = footprint(trace, plans[4]).bound_bytes
+    budget = 98 * footprint(trace, plans[4]).bound_bytes // 100
     assert footprint(trace, plans[8]).bound_bytes > budget
     plan = assign(trace, budget)
     chosen = {slot.name: plan.find((slot.name,), Role.ACTIVATION).format for slot in trace.activations}
-    assert {format.element.width for format in chosen.values() if format is not None} == {4, 8}
+    assert {format.element.width for format in chosen.values() if format is not None} == {4}
 
 
 @pytest.mark.parametrize("method", ["role", "fine_tune"])

@@ -38,7 +38,7 @@ def test_files_of_plans_with_products_are_refused_by_older_programs(tmp_path: Pa
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan and plan.to_json()["version"] == 3
     assert Plan.preset("activations8").to_json()["version"] == 2 and "products" not in Plan.preset("activations8").to_json()
-    monkeypatch.setattr(plans, "WITH_TILES", 2)  # the newest version that a program reads
+    monkeypatch.setattr(plans, "WITH_OFFLOAD", 2)  # the newest version that a program reads
     with pytest.raises(PlanError, match=r"version 3; this paredown reads 1 to 2. Update paredown"):
         Plan.load(tmp_path / "plan.json")
 

@@ -15,7 +15,7 @@ each slot lies between plans with one format for all. Without a trace, the featu
 
 >>> four = features_of(Plan.preset("activations4"))
 >>> dict(zip(NAMES, four.round(1).tolist(), strict=True))["activation"]
-5.0
+4.0
 >>> features_of(Plan()).tolist() == [0.0] * len(NAMES)
 True
 """

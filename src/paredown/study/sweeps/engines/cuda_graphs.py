@@ -1,5 +1,6 @@
 """Simulated trials in parallel on a GPU: runs that differ only in data, learning rate, formats and seed share captured CUDA graphs.
 
+>>> from paredown.plan.plan import Plan
 >>> from paredown.study.tasks.evaluate import make_setting
 >>> settings = [make_setting("digits#model=mlp,steps=5", Plan.uniform(activation=text), mode="simulate") for text in ("e4m3", "e5m2")]
 >>> bench = GraphBench(num_lanes=2)
