@@ -540,6 +540,9 @@ def test_routers_are_exact(gate: Callable[[], nn.Module], tmp_path: Path) -> Non
     session = apply(NF4, model)
     assert [(c.slot, c.given) for c in session.changes] == [("weight=0.gate.weight", "unmodified")]
     assert "scores experts" in session.changes[0].reason and torch.equal(model[0].gate.weight, before)
+    session.compile()
+    assert torch.equal(model[0].gate.weight, before) and type(model[0].gate.weight) is nn.Parameter
+    assert [c.slot for c in session.changes if "scores experts" in c.reason] == ["weight=0.gate.weight"]
     packed = pare.Format.parse("nf4/64@bf16").nbytes((64, SIDE))
     plain = sum(p.nbytes for name, p in dense.named_parameters() if "gate_proj" not in name)
     assert pare.footprint(trace, NF4).by_role[pare.Role.WEIGHT] == packed + plain and session.weight_bytes == packed

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paredown import Session, apply
 from paredown.formats.format import Format
+from paredown.session.compiled import graph_editor
 from paredown.session.compiled.graph_decisions import GraphDecision
 from paredown.session.value_bounds import (
     attention_parts,
@@ -83,15 +84,23 @@ def test_ranges_of_norms_of_any_width_have_the_spread_of_each() -> None:
     assert first == len(ranges)
 
 
-def test_norms_of_any_width_are_measured_together() -> None:
+def test_norms_of_any_width_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm alone takes three kernels; 24 and 40 channels are ranges of 8, 64 are one range."""
     torch.manual_seed(0)
     parts = [part for a, b in ((3, 24), (24, 40), (40, 64)) for part in (nn.Conv2d(a, b, 3), nn.BatchNorm2d(b), nn.SiLU())]
     model = nn.Sequential(*parts).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    session, found, plain = compiled_step(model, torch.randn(4, 3, 16, 16).contiguous(memory_format=torch.channels_last), INT8)
+    x = torch.randn(4, 3, 16, 16).contiguous(memory_format=torch.channels_last)
+    session, found, plain = compiled_step(model, x, INT8)
+    session.close()
     assert session._compiled is not None
     counts = [check.count for report in session._compiled.reports for check in report.checks]
     assert sorted(counts) == [4, 4 * 3, 4 * 5]
+    assert 1e-4 < relative_error(found, plain) < 0.05
+    torch.compiler.reset()
+    monkeypatch.setattr(graph_editor, "ENOUGH_NUMBERS", 12)  # too few for all ranges: each norm alone
+    session, found, plain = compiled_step(model, x, INT8)
+    assert session._compiled is not None
+    assert [check.count for report in session._compiled.reports for check in report.checks] == [4, 4, 4]
     assert 1e-4 < relative_error(found, plain) < 0.05
 
 

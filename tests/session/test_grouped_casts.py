@@ -95,6 +95,20 @@ def test_groups_are_whole_layers_within_the_bytes_allowed(monkeypatch: pytest.Mo
     assert [sorted(shape) for shape in shapes][-2:] == [sorted(2 * layer)] * 2 and shapes[-2] == shapes[-1]
 
 
+def test_casts_on_different_devices_are_different_calls() -> None:
+    graph, devices = fx.Graph(), ("cpu", "meta", "cpu", "meta")
+    for number, device in enumerate(devices):
+        weight, x = graph.placeholder(f"w{number}"), graph.placeholder(f"x{number}")
+        weight.meta["val"], x.meta["val"] = torch.empty(8, 8, device=device), torch.empty(8, 8, dtype=torch.bfloat16, device=device)
+        cast = graph.call_function(CAST, (weight, torch.bfloat16))
+        product = graph.call_function(torch.ops.aten.mm.default, (x, cast))
+        cast.meta["val"] = product.meta["val"] = x.meta["val"]
+    graph.output(tuple(node for node in graph.nodes if node.target is torch.ops.aten.mm.default))
+    group_casts_of(graph)
+    calls = graph.find_nodes(op="call_function", target=CAST_ALL)
+    assert [{value.device.type for value in call.meta["val"]} for call in calls] == [{"cpu"}, {"meta"}]
+
+
 def test_a_gpu_casts_many_tensors_in_one_kernel() -> None:
     """Inductor makes one kernel of operations that it has in one list; each keeps the strides of its tensor."""
 

@@ -23,7 +23,7 @@ from paredown.plan.explanation import explain_slots
 from paredown.plan.plan import CHECKPOINT_INPUTS
 from paredown.plan.planned_step import IN_GRAPHS, NOT_CUDA, NOT_PACKED, READ_FIRST
 from paredown.session.eager import host_memory
-from paredown.session.eager.host_memory import HostCopies
+from paredown.session.eager.host_memory import CAPTURED, HostCopies
 from paredown.session.eager.stored_tensors import StoredValues
 from paredown.study.sweeps.plan_labels import plan_label
 from paredown.study.sweeps.sweep import TrialSpec
@@ -197,6 +197,41 @@ def test_rows_where_nothing_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> Non
         rows = {row.slot: row.reason for row in session.changes if row.asked == "offload"}
         assert rows == {":pow.*": READ_FIRST, "nothing:input": NOT_PACKED}
         assert "in host memory" in str(session.summary().stored[0])
+
+
+def test_a_captured_step_says_that_it_offloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps before the capture have moved the slots."""
+    monkeypatch.setattr(host_memory, "OFFLOADING_DEVICES", ("cpu",))
+    with apply(PACKED.offloading("layers.*"), model := Layers()) as session:
+        gradients(model, batch())
+        assert not [row for row in session.changes if row.asked == "offload"]
+        monkeypatch.setattr(host_memory, "is_capturing", lambda: True)
+        loss = model(batch())
+        assert session.host_bytes == 0
+        loss.backward()
+        assert [(row.slot, row.reason) for row in session.changes if row.asked == "offload"] == [("layers.*", CAPTURED)]
+
+
+class Shared(nn.Module):
+    """Three layers that save the same input, and two after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.q, self.k, self.v, self.up, self.down = (nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x).tanh()
+        return self.down(self.up(self.q(x) + self.k(x) * self.v(x)).tanh()).square().mean()
+
+
+@pytest.mark.usefixtures("offloads_on_a_cpu")
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_values_of_several_slots_are_moved_by_the_name_of_any(name: str) -> None:
+    with apply(PACKED.offloading(f"{name}:input"), model := Shared()) as session:
+        loss = model(torch.randn(128, 64))
+        assert session.host_bytes > 0
+        loss.backward()
+        assert not [row for row in session.changes if row.asked == "offload"]
 
 
 def test_compiled_sessions_refuse_it() -> None:

@@ -52,10 +52,11 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: 
             out.copy_(given)
         _run_encode(loops, x.contiguous(), encoding, out, None, bits)
         return out
-    for r, c in _pieces_of(encoding, x):
-        words = _bits(encoding, x, r, c) if bits is None else bits[r, c].long() & WORD
-        parts = reference.encode_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), words)
-        _piece_of(out, encoding, r, c).copy_(parts)
+    with one_thread(x):
+        for r, c in _pieces_of(encoding, x):
+            words = _bits(encoding, x, r, c) if bits is None else bits[r, c].long() & WORD
+            parts = reference.encode_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), words)
+            _piece_of(out, encoding, r, c).copy_(parts)
     return out
 
 
@@ -66,8 +67,9 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
         numbers, tables = numbers_of(encoding.format, encoding.rounding, encoding.overflow, COVER)
         loops.decode(_memory(loops, parts), _call(loops, out, parts), bytes_of(out), numbers, tables)
         return out
-    for r, c in _pieces_of(encoding, out):
-        out[r, c] = reference.decode_rows(_piece_of(parts, encoding, r, c), encoding.format, c.stop - c.start, out.dtype)
+    with one_thread(out):
+        for r, c in _pieces_of(encoding, out):
+            out[r, c] = reference.decode_rows(_piece_of(parts, encoding, r, c), encoding.format, c.stop - c.start, out.dtype)
     return out
 
 
@@ -86,9 +88,10 @@ def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, ou
         parts = given if given is not None else PackedParts()
         _run_encode(loops, x, encoding, parts, out)
         return out
-    for r, c in _pieces_of(encoding, x):
-        bits = _bits(encoding, x, r, c)
-        out[r, c] = reference.round_trip_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), bits)
+    with one_thread(x):
+        for r, c in _pieces_of(encoding, x):
+            bits = _bits(encoding, x, r, c)
+            out[r, c] = reference.round_trip_rows(x[r, c], encoding, _piece_of(given, encoding, r, c), bits)
     return out
 
 
@@ -342,9 +345,8 @@ def one_thread(x: Tensor) -> Generator[None]:
 
 
 def _pieces_of(encoding: Encoding, x: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield (row, column) slices that cover `x`, (rows, cols), in pieces of whole blocks and whole bytes, in the context `one_thread`."""
-    with one_thread(x):
-        yield from pieces(*x.shape, unit=lcm(encoding.format.block or 1, 8), size=PIECE if x.device.type == "cpu" else GPU_PIECE)
+    """Yield (row, column) slices that cover `x`, (rows, cols), in pieces of whole blocks and whole bytes."""
+    return pieces(*x.shape, unit=lcm(encoding.format.block or 1, 8), size=PIECE if x.device.type == "cpu" else GPU_PIECE)
 
 
 def pieces(rows: int, cols: int, *, unit: int, size: int) -> Iterator[tuple[slice, slice]]:

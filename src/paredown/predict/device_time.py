@@ -105,7 +105,7 @@ def bandwidths(device: str) -> dict[str, float]:
         "scatter": (moved, lambda: torch.ops.aten.embedding_dense_backward(table, indices, rows, -1, False)),
     }
     if device == "cuda":
-        on_host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        on_host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
         calls[TO_HOST] = x.nbytes, lambda: on_host.copy_(x, non_blocking=True)
         calls[TO_DEVICE] = x.nbytes, lambda: x.copy_(on_host, non_blocking=True)
     return {kind: nbytes / device_seconds(call, device) for kind, (nbytes, call) in calls.items()}

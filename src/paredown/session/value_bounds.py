@@ -1,4 +1,6 @@
-"""Decisions that depend on the values of saved tensors: when operands of attention and inputs of norms, sin and cos stay unmodified.
+"""Decisions that depend on the values of saved tensors.
+
+They say when operands of attention and inputs of norms, sin, cos and checkpointed layers stay unmodified.
 
 Attention. Backward computes P = exp(scale q.k - logsumexp) with the decoded q and k and the exact logsumexp of the forward pass. The
 logits are off by about
@@ -23,6 +25,9 @@ Sin and cos. Backward takes the cosine or sine of the decoded input, which is of
 the format, 0.23 % of the largest value of a block for int8. Above MAX_PHASE_ERROR the input stays unmodified. Other
 functions of the table are nearly linear where their input is large, and their derivatives are off by less.
 
+Inputs of checkpointed layers. An additive mask has -inf or numbers such as -1e4 beside biases of about 1: a block with one of them would be
+decoded as NaN, or its biases as 0. From LARGEST_INPUT on the input stays unmodified.
+
 On a CPU values are read in every forward pass. On a GPU a read synchronizes with the device, so each slot is read once, when it is
 first saved; every READ_INTERVAL-th forward pass then copies the values to the host asynchronously, for the decisions of later passes.
 """
@@ -39,7 +44,7 @@ import torch
 from torch import Tensor
 
 from paredown.autograd.graph import Saved
-from paredown.autograd.operations import ATTENTION_PINS, PERIODIC, Use
+from paredown.autograd.operations import ATTENTION_PINS, PERIODIC, Use, is_checkpoint_input
 from paredown.codec.recompute import NO_BOUND
 from paredown.errors import ApplyError
 from paredown.formats.format import Format
@@ -51,6 +56,7 @@ MAX_SHARED_ERROR = 0.1  # random programs at 0.12 to 0.39 had gradients of norms
 ROUNDING_ERROR = 0.75  # relative error of rounding, in units of 2^-bits: 0.6 % for int8, measured on normal values in blocks of 64
 MAX_SPREAD = 64.0  # of a block, in the smallest standard deviation; a constant channel beside others of 1 has 316 (eps 1e-5)
 MAX_PHASE_ERROR = 0.05  # radians: the derivative wrong by 5 %; int8 reaches it where rows have a largest value of 22
+LARGEST_INPUT = 2.0**13  # of a checkpointed layer: masks begin at 1e4, activations of trained language models end at some thousands
 PHASE_STEPS = 12**-0.5  # standard deviation of a rounding error, in steps
 SAMPLE_SIZE = 1 << 20
 GROUP_TOKENS = 32  # tokens of which variances are taken first: so many groups that Inductor does not split the reduction
@@ -110,6 +116,8 @@ class ValueBounds:
             return self._logits(saved, format, forwards)
         if saved.op in PERIODIC:
             return self._phase(saved, format, forwards)
+        if is_checkpoint_input(saved.name):
+            return self._magnitude(saved, forwards)
         return self._statistics(saved, forwards) if saved.is_centered else ""
 
     def _logits(self, saved: Saved, format: Format, forwards: int) -> str:
@@ -127,6 +135,14 @@ class ValueBounds:
         if error <= MAX_PHASE_ERROR:
             return ""
         return f"its rows have values up to {largest:.3g}: quantized the argument of {saved.op} would be off by about {error:.2g} radians"
+
+    def _magnitude(self, saved: Saved, forwards: int) -> str:
+        tensor = saved.tensor
+        assert tensor is not None
+        ends = self._read(saved.name, lambda: torch.stack(torch.aminmax(tensor.detach())).float(), tensor.is_cuda, forwards)
+        if all(abs(end) < LARGEST_INPUT for end in ends):
+            return ""
+        return f"it has values of {ends[0]:.3g} to {ends[1]:.3g}, as masks have, beside which small ones would be lost"
 
     def _statistics(self, saved: Saved, forwards: int) -> str:
         node, rstd = saved.node, getattr(saved.node, "_saved_result2", None)
@@ -152,7 +168,7 @@ def depends_on_values(saved: Saved) -> bool:
     """Return whether a saved tensor of this kind may be packed only if its values allow it."""
     tensor = saved.tensor
     assert tensor is not None
-    if saved.pin in ATTENTION_PINS or saved.op in PERIODIC:
+    if saved.pin in ATTENTION_PINS or saved.op in PERIODIC or (is_checkpoint_input(saved.name) and tensor.numel() > 0):
         return True
     if not saved.is_centered or _lies_in_rows(tensor, saved.op):
         return False
@@ -310,7 +326,7 @@ def update_reading(reading: DeviceReading, measure: Callable[[], Tensor], forwar
         reading.values, reading.pending = reading.pending.tolist(), None
     if reading.pending is None and forwards % READ_INTERVAL == 0:
         numbers = measure().reshape(-1)
-        reading.pending = torch.empty(numbers.shape, pin_memory=True).copy_(numbers, non_blocking=True)
+        reading.pending = torch.empty(numbers.shape, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
         reading.copied = torch.cuda.current_stream().record_event()
     return is_new
 

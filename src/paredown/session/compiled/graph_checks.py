@@ -33,6 +33,8 @@ from paredown.session.value_bounds import (
 
 NUM_NUMBERS = 1 << 13  # how many numbers a graph can measure
 MAX_RANGES = 64  # ranges of a norm that are measured with those of all norms of as long ranges; other norms take three kernels each
+MAX_RANGES_TRIED = (MAX_RANGES, 16, 4, 0)  # fewer where a graph would measure more numbers than ENOUGH_NUMBERS
+ENOUGH_NUMBERS = NUM_NUMBERS // 2  # the rest is for the signals of guards
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,12 @@ def check_of(
     users: list[tuple[fx.Node, GraphSlot, Format]],
     forward: dict[str, fx.Node],
     in_memory: Callable[[fx.Node], Tensor],
+    max_ranges: int = MAX_RANGES,
 ) -> GraphCheck | None:
     """Return what to measure for an operation whose operands are packed; None if nothing needs to be measured.
 
     `users`: the packed operands with their slots and formats. `forward`: the nodes of the forward graph by name. `in_memory`: a function
-    that returns a tensor with the strides with which a node's tensor is encoded.
+    that returns a tensor with the strides with which a node's tensor is encoded. `max_ranges`: of a norm that is measured with others.
     """
     if not users:
         return None
@@ -72,7 +75,7 @@ def check_of(
     *sources, eps = statistics
     num_groups, reason = hint(sources[1].meta["val"].numel()), lambda n: reason_of_spread(spread_of_ranges(n, eps))
     length = min(num_groups & -num_groups, BLOCK)  # the largest power of two that divides the number
-    if num_groups // length > MAX_RANGES:
+    if num_groups // length > max_ranges:
         return GraphCheck("extremes", sources, lambda m, r: (extremes(r, m),), lambda t: torch.cat(list(t)), 4, reason)
     join = partial(ranges_of_statistics, length=length)
     return GraphCheck(("ranges", length), sources, lambda *t: t, join, 4 * (num_groups // length), reason)

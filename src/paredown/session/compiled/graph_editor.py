@@ -27,7 +27,7 @@ from paredown.codec.packed import default_overflow
 from paredown.errors import ApplyError
 from paredown.formats.format import Format
 from paredown.formats.rounding import Rounding
-from paredown.session.compiled.graph_checks import NUM_NUMBERS, GraphCheck, check_of
+from paredown.session.compiled.graph_checks import ENOUGH_NUMBERS, MAX_RANGES_TRIED, NUM_NUMBERS, GraphCheck, check_of
 from paredown.session.compiled.graph_decisions import (
     GraphReport,
     ValueCheck,
@@ -132,11 +132,18 @@ class GraphEditor:
         if any(not isinstance(size, int) for node, _, _ in packed for size in node.meta["val"].shape):
             return  # a graph of dynamic sizes is not compiled again: `obstacle` lets nothing be packed that would need a check
         measured: dict[Any, list[tuple[GraphCheck, tuple[GraphSlot, ...], list[fx.Node]]]] = {}
-        for number, operation in joint.operations.items():
-            users = [(node, slot, format) for node, slot, format in packed if number in slot.numbers]
-            if check := check_of(operation, users, self._by_name, self._orders.tensor):
-                parts = self._insert_traced(self.forward.graph, check.kind, check.measure, check.sources)
-                measured.setdefault(check.kind, []).append((check, tuple(slot for _, slot, _ in users), parts))
+        operands = {number: [use for use in packed if number in use[1].numbers] for number in joint.operations}
+        for max_ranges in MAX_RANGES_TRIED:
+            found = [
+                (check, tuple(slot for _, slot, _ in operands[number]))
+                for number, operation in joint.operations.items()
+                if (check := check_of(operation, operands[number], self._by_name, self._orders.tensor, max_ranges))
+            ]
+            if sum(check.count for check, _ in found) <= ENOUGH_NUMBERS:
+                break
+        for check, slots in found:
+            parts = self._insert_traced(self.forward.graph, check.kind, check.measure, check.sources)
+            measured.setdefault(check.kind, []).append((check, slots, parts))
         nodes, count = list[fx.Node](), 0
         for of_kind in measured.values():
             parts, join = [part for *_, parts in of_kind for part in parts], of_kind[0][0].join

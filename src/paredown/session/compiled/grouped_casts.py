@@ -84,12 +84,13 @@ def _has_fixed_sizes(node: fx.Node) -> bool:
 
 
 def _groups(casts: Sequence[fx.Node], nbytes: Callable[[fx.Node], int]) -> Iterator[list[fx.Node]]:
-    """Yield casts to one dtype in groups of two or more, neighbours together.
+    """Yield casts to one dtype on one device in groups of two or more, neighbours together.
 
     Equal layers get equal groups, of one layer or of several, so that they share a compiled kernel; what is left at the end is one group.
     """
-    for dtype in dict.fromkeys(node.meta["val"].dtype for node in casts):
-        rest = [node for node in casts if node.meta["val"].dtype is dtype and nbytes(node) <= MAX_GROUP_BYTES]
+    kinds = {node: (node.meta["val"].dtype, node.meta["val"].device) for node in casts}
+    for kind in dict.fromkeys(kinds.values()):
+        rest = [node for node in casts if kinds[node] == kind and nbytes(node) <= MAX_GROUP_BYTES]
         signs = [(tuple(node.meta["val"].shape), node.meta["val"].stride()) for node in rest]
         start = 0
         while start < len(rest):

@@ -11,6 +11,7 @@ the GPU as a whole, with a row in `session.changes`.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final
@@ -44,6 +45,7 @@ class HostMemory:
         self._packed: set[str] = set()  # slots
         self._reason = ""  # why the last slots were not moved
         self._has_failed = False  # whether there was no pinned memory
+        self._was_captured = False  # whether a CUDA graph has a step, and its values on the GPU
 
     def begin(self) -> None:
         """Begin a forward pass, with a layer of its own."""
@@ -54,7 +56,8 @@ class HostMemory:
         if self._has_failed:
             return False
         if device.type not in OFFLOADING_DEVICES or is_capturing():
-            self._reason = CAPTURED if device.type == "cuda" else NOT_CUDA
+            self._was_captured = device.type in OFFLOADING_DEVICES
+            self._reason = CAPTURED if self._was_captured else NOT_CUDA
             return False
         if name not in self._layers:
             self._layers[name] = layer_of(name), self._plan.offloads(name)
@@ -69,6 +72,8 @@ class HostMemory:
             return
         if form.host is not None:
             form.host.is_moved |= self._plan.offloads(name)
+            self._packed.add(name)
+            form.host.names.append(name)
         elif self.reach(name, form.stored.device) and self._filling is not None:
             self._packed.add(name)
             self._filling.add(name, form, is_moved=self._layers[name][1])
@@ -90,7 +95,7 @@ class HostMemory:
 
     def changes(self, *, is_compiled: bool) -> list[Row]:
         """Return a row of changes for each name or pattern in the plan's `offload` of which nothing, or no longer all, is moved."""
-        is_refused, moved = is_compiled or self._has_failed, self._copies.moved
+        is_refused, moved = is_compiled or self._has_failed or self._was_captured, self._copies.moved
 
         def reason(text: str) -> str:
             other = READ_FIRST if first_match((text,), self._packed) else NOT_PACKED
@@ -108,7 +113,7 @@ class OffloadedLayer:
         self._before = weakref.ref(before) if before is not None else lambda: None
         self._added: list[weakref.ref[LayerCopy]] = []
         self._copied: Any = None  # the event after which the last copy of its values is complete, in either direction
-        self._is_away = False
+        self._is_away, self._lock = False, threading.RLock()  # backward of a model on two GPUs reads in two threads
         self._arriving: list[Any] = []  # values that were copied back and that no stream has waited for
 
     def __del__(self) -> None:
@@ -133,7 +138,7 @@ class OffloadedLayer:
         copies, self._copied = self._copies.to_host([form.stored for _, form in present], self.device)
         for (copy, form), on_host in zip(present, copies, strict=True):
             copy.on_host, copy.num_bytes = on_host, form.codec.nbytes
-            self._copies.moved.add(copy.name)
+            self._copies.moved.update(copy.names)
 
     def stay(self) -> None:
         """Leave the values on the GPU for good."""
@@ -154,29 +159,31 @@ class OffloadedLayer:
         before = self._before()
         if before is not None:
             before.fetch()
-        if self._copied is not None:
-            self._copies.wait(self._copied, self.device)
-            self._arriving.clear()
+        with self._lock:
+            if self._copied is not None:
+                self._copies.wait(self._copied, self.device)
+                self._arriving.clear()
 
     def fetch(self) -> None:
         """Start copying the values back to the GPU, unless they are there."""
-        if not self._is_away:
-            return
-        self._is_away = False
-        present = [(copy, form) for copy, form in self._present() if form.stored is None]
-        self._arriving, self._copied = self._copies.to_device([copy.on_host for copy, _ in present], self.device)
-        for (_, form), stored in zip(present, self._arriving, strict=True):
-            form.stored = stored
+        with self._lock:
+            if not self._is_away:
+                return
+            present = [(copy, form) for copy, form in self._present() if form.stored is None]
+            self._arriving, self._copied = self._copies.to_device([copy.on_host for copy, _ in present], self.device)
+            for (_, form), stored in zip(present, self._arriving, strict=True):
+                form.stored = stored
+            self._is_away = False
 
 
 @final
 class LayerCopy(HostCopy):
     """The copy in host memory of one stored form, as part of its layer."""
 
-    __slots__ = ("__weakref__", "form", "layer", "name", "num_bytes", "on_host")
+    __slots__ = ("__weakref__", "form", "layer", "num_bytes", "on_host")
 
     def __init__(self, layer: OffloadedLayer, form: StoredValues, name: str, *, is_moved: bool) -> None:
-        self.layer, self.form, self.name, self.is_moved = layer, weakref.ref(form), name, is_moved
+        self.layer, self.form, self.names, self.is_moved = layer, weakref.ref(form), [name], is_moved
         self.on_host: Any = None
         self.num_bytes = 0
 
@@ -264,7 +271,7 @@ class HostCopies:
 def _pieces(part: Tensor) -> list[Tensor]:
     """Return uninitialized memory of the host for the bytes of `part`, pinned if it is on a GPU."""
     is_pinned = part.device.type == "cuda"
-    return [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in pinned_pieces(part.nbytes)]
+    return [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned) for size in pinned_pieces(part.nbytes)]
 
 
 def _by_piece(pieces: list[list[Tensor]], parts: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -244,8 +244,9 @@ class StoredValues(StoredForm):
 class HostCopy(ABC):
     """The copy in host memory of packed values, if `is_moved`: the plan offloads them (host_memory.py)."""
 
-    __slots__ = ("is_moved",)
+    __slots__ = ("is_moved", "names")
     is_moved: bool
+    names: list[str]  # of the slots that share the copy
 
     @abstractmethod
     def bring_back(self) -> None:

@@ -7,8 +7,9 @@ Both are operations of torch (`paredown::frozen_linear`, `paredown::frozen_linea
 saves nothing for them, and the decoded weight lives as long as the product, as in eager mode (`FrozenLinear`, optim/packed_parameter.py).
 Dynamo, which traces the model, skips the code of `PackedParameter`: without these operations each weight would have to be decoded before.
 
-A layer is such a one if it is an unmodified nn.Linear with a frozen weight and bias, its weight is in no other module, and it is not the
-output head, whose loss may be computed in chunks. Its `forward` is replaced while the session is open.
+A layer is such a one if it is an unmodified nn.Linear with a frozen weight and bias, its weight is in no other module, and it is no router
+of experts, which stays exact, and not the output head, whose loss may be computed in chunks. Its `forward` is replaced while the session
+is open.
 """
 
 # pyright: reportPrivateUsage=false
@@ -25,6 +26,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from paredown.autograd.checkpoints import router_weights
 from paredown.codec.packed import PackedTensor
 from paredown.codec.reference import PackedParts
 from paredown.errors import ApplyError
@@ -87,6 +89,7 @@ class GraphLinears:
     def __init__(self, model: nn.Module, head: nn.Module | None, packed_before: frozenset[str] = frozenset()) -> None:
         """Choose the layers, without the output head `head`; `packed_before`: names of weights that were packed before `apply`."""
         self.packed_before = packed_before
+        routers = {id(parameter) for parameter in router_weights(model).values()}
         uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
         self._modules = {
             name: module
@@ -95,6 +98,7 @@ class GraphLinears:
             and is_frozen_linear(module)
             and uses[id(module.weight)] == 1
             and not isinstance(module.weight, DTensor)
+            and id(module.weight) not in routers
         }
         self._attached: dict[str, tuple[nn.Module, Weight]] = {}
 

@@ -220,17 +220,19 @@ class Weights:
     def _pack(self) -> None:
         model = self._model()
         assert model is not None
-        reasons = {id(parameter): CHOOSES for parameter in router_weights(model).values() if not parameter.requires_grad}
-        reasons |= parameters_without_hooks(model, self._is_compiled)
+        reasons = parameters_without_hooks(model, self._is_compiled)
         for key in self._graphs.weights if self._graphs is not None else ():
             reasons.pop(key, None)
+        reasons |= {id(parameter): CHOOSES for parameter in router_weights(model).values() if not parameter.requires_grad}
         sharded: dict[str, tuple[DTensor, Format]] = {}
         for name, parameter in model.named_parameters():
             format = self._format(name, parameter)
             if (packed := unattached_weight(parameter)) is not None:
                 self._adopt(name, packed, format, reasons.get(id(parameter)))
             elif isinstance(parameter, DTensor) and format is not None:
-                if not self._stays_plain(name, parameter, format):
+                if reasons.get(id(parameter)) == CHOOSES:
+                    self.not_packed[name] = format, CHOOSES
+                elif not self._stays_plain(name, parameter, format):
                     sharded[name] = parameter, format
             elif format is not None:
                 self._pack_parameter(name, parameter, format, reasons.get(id(parameter)))

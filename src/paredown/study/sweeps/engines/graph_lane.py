@@ -221,7 +221,7 @@ class Lane:
         """Start to copy a tensor to the host, and return the copy, and a CUDA event after which it is valid (None on a CPU)."""
         if not self.is_cuda:
             return tensor.clone(), None
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
