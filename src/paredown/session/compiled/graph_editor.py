@@ -133,6 +133,7 @@ class GraphEditor:
             return  # a graph of dynamic sizes is not compiled again: `obstacle` lets nothing be packed that would need a check
         measured: dict[Any, list[tuple[GraphCheck, tuple[GraphSlot, ...], list[fx.Node]]]] = {}
         operands = {number: [use for use in packed if number in use[1].numbers] for number in joint.operations}
+        found: list[tuple[GraphCheck, tuple[GraphSlot, ...]]] = []
         for max_ranges in MAX_RANGES_TRIED:
             found = [
                 (check, tuple(slot for _, slot, _ in operands[number]))
