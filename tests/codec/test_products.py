@@ -146,7 +146,8 @@ def test_what_backward_does_not_need_is_not_saved() -> None:
         "both": (x.clone().requires_grad_(), w.clone().requires_grad_()),
         "frozen": (x.clone().requires_grad_(), w),
     }.items():
-        saved = row_linear(a, b, None, "e4m3fn").grad_fn.next_functions[0][0].saved_tensors  # type: ignore[union-attr]
+        out = row_linear(a, b, None, "e4m3fn")
+        saved = out.grad_fn.next_functions[0][0].saved_tensors  # type: ignore[union-attr]
         sizes[name] = [tensor.nbytes for tensor in saved if tensor is not None and tensor.shape[0] == 20]
     assert sizes == {"both": [20 * 32, 20 * 4], "frozen": []}
 

@@ -186,6 +186,8 @@ def _spread(per_block: Tensor, block: int, numel: int) -> Tensor:
     is_wide = isinstance(numel, int) and numel > 1 << 31  # pyright: ignore[reportUnnecessaryIsInstance]  (a SymInt is no int)
     index = torch.arange(numel, dtype=torch.int64 if is_wide else torch.int32, device=per_block.device)
     index = index ^ 0  # the xor keeps Inductor from reading i // block out of it
+    if block & (block - 1) == 0:  # a shift, since integer division in AVX2 is wrong in Inductor of torch 2.11
+        return per_block[index >> (block.bit_length() - 1)]
     return per_block[torch.div(index, block, rounding_mode="floor")]
 
 
