@@ -4,6 +4,7 @@ takes."""
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,6 +56,15 @@ def name_of(node: fx.Node) -> str:
         return "getitem"
     schema = getattr(node.target, "_schema", None)
     return schema.name.split("::")[-1] if schema is not None else str(node.target)
+
+
+def readers_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes that read a value, directly or through views."""
+    for user in node.users:
+        if user.op == "call_function" and kind_of(user) == "view":
+            yield from readers_of(user)
+        else:
+            yield user
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from paredown.autograd.operation_kinds import kind_of, name_of
+from paredown.autograd.operation_kinds import kind_of, name_of, readers_of
 from paredown.loss.chunked_cross_entropy import CHUNK_BYTES, KERNEL_DEVICES
 from paredown.loss.loss_operator import SCRATCH, OperatorSettings
 from paredown.predict.fake.device_ops import FLASH_COLUMNS, FLASH_ROWS, round_up
@@ -190,7 +190,7 @@ class GraphMemory:
 
     def _is_stored(self, value: GraphValue, node: fx.Node) -> bool:
         """Return whether Inductor writes a pointwise value to memory."""
-        users, num_reads = list(_users(node)), len(value.sources)
+        users, num_reads = list(readers_of(node)), len(value.sources)
         if num_reads > MAX_ACCUMULATED_READS or any(user.op == "output" for user in users):
             return True
         if len(node.users) < 2:
@@ -252,15 +252,6 @@ class GraphMemory:
                     buffer.is_reused = True
                     by_birth[at] = [other for other in by_birth[at] if other is not output]
                     break
-
-
-def _users(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that read a value, directly or through views."""
-    for user in node.users:
-        if user.op == "call_function" and kind_of(user) == "view":
-            yield from _users(user)
-        else:
-            yield user
 
 
 def _is_over_last_dimensions(node: fx.Node) -> bool:

@@ -21,7 +21,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 
-from paredown.autograd.operation_kinds import kind_of
+from paredown.autograd.operation_kinds import kind_of, readers_of
 from paredown.session.compiled.graph_decisions import nbytes_of
 
 CAST, CAST_ALL = torch.ops.prims.convert_element_type.default, torch.ops.paredown.cast_all.default
@@ -56,7 +56,7 @@ def group_casts_of(graph: fx.Graph) -> None:
 
 def _is_operand(node: fx.Node) -> bool:
     """Return whether a node casts an input of the graph for library kernels alone, such as matrix products."""
-    used = [user for user in _users(node) if user.op != "output"]
+    used = [user for user in readers_of(node) if user.op != "output"]
     return node.all_input_nodes[0].op == "placeholder" and bool(used) and all(kind_of(user) == "extern" for user in used)
 
 
@@ -67,15 +67,6 @@ def _is_gradient(node: fx.Node) -> bool:
         source = source.all_input_nodes[0]
     is_result = source.op == "call_function" and kind_of(source) == "extern"
     return is_result and all(user.op == "output" for user in node.users)
-
-
-def _users(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the operations that read a tensor, also through its views."""
-    for user in node.users:
-        if user.op == "call_function" and kind_of(user) == "view":
-            yield from _users(user)
-        else:
-            yield user
 
 
 def _has_fixed_sizes(node: fx.Node) -> bool:
