@@ -115,6 +115,15 @@ def test_inputs_in_host_memory(config: str) -> None:
     assert "in host memory" in ask(*step, "--offload")[1]
 
 
+@pytest.mark.parametrize("more", [(), ("--host-budget", "1GiB")], ids=["", "host budget"])
+def test_presets_that_fit_with_offload_are_named(more: tuple[str, ...]) -> None:
+    """The baseline does not fit, and the presets take host memory within its budget."""
+    step = ("estimate", "gpt", "--length", "512", "--batch", "16", "--checkpointing", "--offload", "--device", "cuda")
+    baseline, packed = (asked_json(*step)["plans"][place]["peak_bytes"] for place in (0, 1))
+    code, _, err = ask(*step, *more, "--budget", str((baseline + packed) // 2))
+    assert code == 3 and "These presets do: activations8" in err and "raise it" not in err
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_tiles() -> None:
     """Plans but the baseline have tiles, and tiles alone are a plan; with a frozen format all plans have them."""

@@ -362,7 +362,7 @@ def _exit_if_too_large(step: PlannedStep, value: EstimatedStep, budget: Budget) 
     if any(row.is_within for row in (value.plans if step.request.names_plans else value.plans[:1])):
         return
     allowed, fitting = value.budget_bytes or 0, [row.plan for row in value.plans if row.is_within]
-    if beside := [row for row in value.plans if row.host_bytes and row.peak_bytes <= allowed]:
+    if not fitting and (beside := [row for row in value.plans if row.host_bytes and row.peak_bytes <= allowed]):
         needed = say_bytes(beside[0].host_bytes or 0)
         say(f"{beside[0].plan} needs {needed} of host memory, more than --host-budget {step.request.host_budget}: raise it.")
         raise typer.Exit(cli.Exit.DOES_NOT_FIT)
