@@ -33,7 +33,7 @@ def batches(num: int) -> list[Tensor]:
 def prepared(lr: float = 0.05) -> tuple[nn.Module, Session, Tensor, Callable[[], Tensor]]:
     """A model, its session, the static input, and a step on that input."""
     model, x = network("cuda"), torch.zeros(128, 256, device="cuda")
-    session = apply(Plan.preset("activations4"), model)
+    session = apply(Plan.uniform(activation="uint4/32@bf16+bf16", rounding="stochastic"), model)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
 
     def step() -> Tensor:

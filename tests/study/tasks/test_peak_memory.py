@@ -90,6 +90,7 @@ def test_copies_that_convolutions_make_are_part_of_the_prediction(preset: str) -
 
 @pytest.mark.gpu
 def test_tensors_that_come_and_go_on_a_gpu() -> None:
+    """CUDA's allocator leaves up to 1 MiB of a free block with the tensor that it gives the block to."""
     before = torch.zeros(MIB, device="cuda")
     meter = MemoryMeter(torch.device("cuda"))
     meter.start()
@@ -97,5 +98,5 @@ def test_tensors_that_come_and_go_on_a_gpu() -> None:
     second = torch.zeros(3 * MIB, dtype=torch.uint8, device="cuda")
     del first, second
     meter.stop()
-    assert meter.bytes == 5 * MIB
+    assert meter.bytes is not None and 5 * MIB <= meter.bytes <= (5 + 2) * MIB
     assert before.numel() == MIB
