@@ -35,6 +35,7 @@ POINTWISE = _names("""
     _low_memory_max_pool_offsets_to_indices max_pool2d_with_indices_backward _unsafe_masked_index repeat flip roll _to_copy copy_
     bernoulli masked_fill device_put decode unpack_bits
 """)
+CASTS = ("convert_element_type", "_to_copy")  # pointwise operations without torch's tag
 
 
 def kind_of(node: fx.Node) -> str:

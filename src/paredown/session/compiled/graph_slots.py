@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from paredown.autograd.operation_kinds import CASTS, kind_of, name_of
 from paredown.autograd.operations import (
     NONLINEAR,
     PERIODIC,
@@ -138,7 +139,23 @@ def read_joint_graph(
     equal = _equal_nodes(graph, unique)
     for operation in joint.operations.values():
         operation.nodes = [equal[node] for node in operation.nodes]
+    joint.operations |= _in_place_on_views(graph, joint)
     return joint
+
+
+def _in_place_on_views(graph: fx.Graph, joint: JointGraph) -> dict[int, GraphOperation]:
+    """Return the operations that worked in place on a view, by the number that their backward has.
+
+    Autograd puts a node of its own behind such an operation (CopySlices), whose backward runs that of the operation under its own number.
+    """
+    found: dict[int, GraphOperation] = {}
+    for node in graph.nodes:
+        number, aten = joint.numbers[node.name], aten_name(node)
+        if number > 0 and number not in joint.operations and aten.endswith("_backward"):
+            before = joint.operations.get(max((n for n in joint.operations if n < number), default=0))
+            if before is not None and before.aten == aten.removesuffix("_backward"):
+                found[number] = before
+    return found
 
 
 def _equal_nodes(graph: fx.Graph, unique: Set[str]) -> dict[fx.Node, fx.Node]:
@@ -196,7 +213,7 @@ def _uses(saved: fx.Node, joint: JointGraph) -> Iterator[FoundUse]:
     while stack:
         reached = stack.pop()
         for user in reached.value.users:
-            if user.op == "output" or is_boolean(user):
+            if user.op == "output" or _is_compared(user):
                 continue  # booleans are saved as exact bits
             number, aten = joint.numbers.get(user.name, -1), aten_name(user)
             entry = reached.entry if number == reached.number else reached.value
@@ -224,6 +241,20 @@ class Reached:
     entry: fx.Node
     number: int
     is_centered: bool = False
+
+
+def _is_compared(node: fx.Node) -> bool:
+    """Return whether a node is a boolean tensor, or a view or cast of which backward reads nothing but booleans."""
+    stack, seen = [node], set[fx.Node]()
+    while stack:
+        one = stack.pop()
+        if is_boolean(one) or one in seen:
+            continue
+        if not one.users or one.op != "call_function" or not (kind_of(one) == "view" or name_of(one) in CASTS):
+            return False
+        seen.add(one)
+        stack += one.users
+    return True
 
 
 def _is_power(node: fx.Node) -> bool:

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.graph import GraphLowering
 
-from paredown.autograd.operation_kinds import kind_of, name_of
+from paredown.autograd.operation_kinds import CASTS, kind_of, name_of
 from paredown.session.compiled.graph_decisions import memory_order
 
-CASTS = ("convert_element_type", "_to_copy")  # pointwise operations without torch's tag
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # they take operands of any strides
 CONVOLUTION = torch.ops.aten.convolution.default
 
