@@ -101,6 +101,7 @@ class AllPartitions(CustomPartitionerFn):
     """
 
     on_graph: Callable[[CapturedGraph], None]
+    on_cuda: bool
 
     def uuid(self) -> Any:
         """Return a text that identifies the partitioner in the keys of Inductor's caches."""
@@ -109,7 +110,7 @@ class AllPartitions(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the unpacked forward and backward graph of a joint graph, after splitting it in all three ways."""
         joint = joint_graph(gm, options)
-        packed = partition(gm, joint_inputs, options)
+        packed = partition(gm, joint_inputs, options, on_cuda=self.on_cuda)
         saved = chains_to_save(packed[1].graph, dict.fromkeys((node.name for node in packed[0].graph.nodes), BITS))
         in_4_bits, count = packed, options["num_fwd_outputs"]
         if saved:
@@ -188,8 +189,8 @@ class GraphCapture:
 
     def _backend(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """Return a function that runs the graph `gm`, which Dynamo captured, on fake tensors, after tracing and partitioning it."""
-        partitioner = AllPartitions(self._on_partition)
-        patches = {"custom_partitioner_fn": partitioner, "shape_padding": self.step.device == "cuda"}
+        partitioner = AllPartitions(self._on_partition, on_cuda := self.step.device == "cuda")
+        patches = {"custom_partitioner_fn": partitioner, "shape_padding": on_cuda}
         outputs = self.step.head.in_graph(gm, inputs) if self.step.head is not None else None
         with functorch_config.patch(enable_autograd_cache=False), self._forms, _padding(self.step.device):
             compiled: Any = compile_fx(gm, inputs, inner_compile=self._compile, config_patches=patches)  # type: ignore[return-value]

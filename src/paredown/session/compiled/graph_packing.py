@@ -74,7 +74,8 @@ from paredown.session.compiled.graph_slots import (
     slot_of,
 )
 from paredown.session.compiled.grouped_casts import group_casts
-from paredown.session.compiled.kernel_order import ByLastOperation, RowsInRegisters
+from paredown.session.compiled.kernel_order import ByLastOperation, RowsInRegisters, split_convolutions
+from paredown.session.compiled.memory_orders import keeps_layout
 from paredown.session.compiled.packed_graph import PackedGraph
 from paredown.session.compiled.recomputed_chains import RecomputedChains
 from paredown.session.compiled.recomputed_tensors import (
@@ -135,7 +136,7 @@ class PlanPartitioner(CustomPartitionerFn):
             call_transposes(backward)
             return forward, backward
         joint = joint_graph(gm, options, self.roots)
-        forward, backward = partition(gm, joint_inputs, options)
+        forward, backward = partition(gm, joint_inputs, options, on_cuda=_is_on_cuda(gm))
         editor = GraphEditor(forward, backward, options["num_fwd_outputs"])
         report = GraphReport([])
         chosen = self._decide(editor, joint, report)
@@ -257,13 +258,22 @@ def joint_graph(gm: fx.GraphModule, options: dict[str, Any], roots: Mapping[str,
     return read_joint_graph(gm.graph, [placeholders[i] for i in static], unique, roots)
 
 
-def partition(gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[str, Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return the forward and the backward graph of a joint graph, before activations are packed."""
+def _is_on_cuda(gm: fx.GraphModule) -> bool:
+    values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
+    return any(isinstance(value, Tensor) and value.is_cuda for value in values)
+
+
+def partition(
+    gm: fx.GraphModule, joint_inputs: Sequence[object], options: dict[str, Any], *, on_cuda: bool
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the forward and the backward graph of a joint graph, before activations are packed. `on_cuda`: for kernels of a GPU."""
     with functorch_config.patch(RECOMPUTES):
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
     if num_recomputed_sums(backward.graph) > MAX_RECOMPUTED_SUMS:
         with functorch_config.patch({**RECOMPUTES, **BREAKS_CHAINS}):
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
+    if on_cuda:
+        split_convolutions(backward.graph, keeps_layout=keeps_layout(forward.graph))
     return forward, backward
 
 

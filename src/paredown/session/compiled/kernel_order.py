@@ -9,21 +9,32 @@ order with others by its own estimate of the peak.
     by first     a1 a2 s1+s2 w1 w2
     by last      a1 w1 a2 s1+s2 w2
 
+The backward of a convolution is two operations for libraries, one for each gradient, and one in the graph: it holds the input, its
+gradient, and what the library copies at once. `split_convolutions` makes two of it, and a decoded input is freed between them:
+
+    gradient of the weight   reads the input and the gradient of the output
+    gradient of the input    reads the weight and the gradient of the output
+
+In a 3-D U-Net the input of one convolution is a fourth of the memory at the peak.
+
 Kernels that reduce rows of up to 4096 values hold a whole row, and read it once. By itself Inductor holds rows of up to 1024 values
 ("persistent reductions"); longer ones are read again for each reduction, and once more for the result. In the graphs of a session a value
 that is read is also decoded, and one that is written is often quantized by its row, so that reading again costs more than it does in
 torch's own graphs.
 """
 
-# pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false
+# pyright: reportAttributeAccessIssue=false, reportIncompatibleMethodOverride=false, reportPrivateUsage=false
 
 from __future__ import annotations
 
 import heapq
+import operator
 from collections import Counter
 from typing import Any, final
 
+import torch
 import torch._inductor.custom_graph_pass as custom_graph_pass
+from torch import Tensor, fx
 from torch._inductor import config
 from torch._inductor.choices import InductorChoices
 from torch._inductor.runtime.hints import ReductionHint
@@ -32,6 +43,9 @@ from torch._inductor.virtualized import V
 # The kernels of a step of a Llama-like network of width 2048 with FP8 products take 23.4, 22.8 and 23.2 ms with limits of 1024, 4096 and
 # 8192 (one H200, four layers); those of a ViT-L in `activations8` 9.54 and 9.37 with 1024 and 8192, of a DiT-XL 8.77 and 8.45.
 MAX_ROW = 4096  # values
+
+MIN_SPLIT = 1 << 20  # values of a convolution's input; smaller ones are not worth another call of the host
+CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 
 SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.13
 
@@ -74,6 +88,53 @@ def by_last_operation(nodes: list[Any]) -> list[Any]:
             if not missing[user]:
                 heapq.heappush(ready, (user.max_order, places[user], user))
     return order if len(order) == len(nodes) else nodes
+
+
+def split_convolutions(backward: fx.Graph, *, keeps_layout: bool) -> None:
+    """Compute the two gradients of each large convolution in a backward graph one after the other, that of the weight first.
+
+    `keeps_layout`: Inductor keeps the memory order of two-dimensional convolutions, as it does of others. The gradient of an input is in
+    the order of the input, and what stands for the input has none, so that only contiguous ones are split.
+    """
+    for node in backward.find_nodes(op="call_function", target=CONVOLUTION_BACKWARD):
+        arguments: tuple[Any, ...] = node.args
+        values: list[Tensor] = [i.meta["val"] for i in arguments[:3]]  # gradient of the output, input, weight
+        groups, mask = arguments[9:11]
+        if not _is_large(values[1]):
+            continue
+        has_order = all(value.is_contiguous() for value in values) and (keeps_layout or values[1].dim() != 4)
+        is_depthwise = groups > 1 and values[2].shape[1] == 1  # torch's own kernels
+        if has_order and not is_depthwise and mask[0] and mask[1]:
+            _split(node)
+
+
+def _is_large(value: Tensor) -> bool:
+    return all(isinstance(size, int) for size in value.shape) and value.numel() >= MIN_SPLIT  # pyright: ignore[reportUnnecessaryIsInstance]
+
+
+def _split(node: fx.Node) -> None:
+    """Leave the gradients of weight and bias to the backward of a convolution, and add an operation for the gradient of the input.
+
+    That reads nothing of the input but its sizes, so that a view of the gradient of the weight with these sizes takes its place. So it has
+    to run second: Inductor would fuse the kernel that computes the input into one that reads its gradient.
+    """
+    arguments: tuple[Any, ...] = node.args
+    (gradient, x, *others, mask), values, graph = arguments, node.meta["val"], node.graph
+    sizes = list(x.meta["val"].shape)
+    results = {user.args[1]: user for user in node.users}
+    with graph.inserting_after(node):
+        of_weight = results.get(1) or graph.call_function(operator.getitem, (node, 1))
+    of_weight.meta.setdefault("val", values[1])
+    with graph.inserting_after(max(node.users, key=lambda user: user._sort_key)):
+        stand_in = graph.call_function(torch.ops.aten.as_strided.default, (of_weight, sizes, [0] * len(sizes)))
+    stand_in.meta["val"] = values[1].as_strided(sizes, [0] * len(sizes))
+    with graph.inserting_after(stand_in):
+        call = graph.call_function(CONVOLUTION_BACKWARD, (gradient, stand_in, *others, [True, False, False]))
+    call.meta = {**node.meta, "val": (values[0], None, None)}
+    node.args, node.meta["val"] = (gradient, x, *others, [False, *mask[1:]]), (None, *values[1:])
+    if 0 in results:
+        results[0].args = (call, 0)
+        call.append(results[0])
 
 
 @final

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cmp_to_key
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +27,7 @@ from paredown.autograd.operation_kinds import CASTS, kind_of, name_of
 from paredown.session.compiled.graph_decisions import memory_order
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # they take operands of any strides
+CONVOLUTIONS = ("convolution", "convolution_backward")
 CONVOLUTION = torch.ops.aten.convolution.default
 
 Strides = tuple[int, ...]
@@ -54,6 +56,11 @@ class MemoryOrders:
         """Return a tensor on the meta device that lies in memory as a node's tensor does."""
         value: Tensor = node.meta["val"]
         return self._like(value, self._strides[node]) if node in self._strides else value
+
+    def keeps(self, convolution: fx.Node) -> bool:
+        """Return whether the output of a convolution has rows innermost, as its input has, so that a library makes copies of both."""
+        value: Tensor = convolution.meta["val"]
+        return value.is_contiguous() and (value.dim() != 4 or convolution not in self._channels_last)
 
     def add(self, node: fx.Node) -> None:
         """Determine the memory order of a node that was added to the graph after its inputs."""
@@ -155,6 +162,22 @@ def _channels_last(forward: fx.GraphModule) -> set[fx.Node]:
         if node in found:
             found.update(node.users)
     return found
+
+
+def keeps_layout(graph: fx.Graph) -> bool:
+    """Return whether Inductor keeps the layout of convolutions on CUDA, rather than make all channels_last.
+
+    It keeps the layout if there are few convolutions among many operations, if one is grouped but not depthwise, if the output of a 3 x 3
+    convolution has half as many channels as its input, or if none has more than 64 channels.
+    """
+    convs = [node for node in graph.nodes if node.op == "call_function" and name_of(node) in CONVOLUTIONS]
+    is_backward = [name_of(node) == "convolution_backward" for node in convs]
+    weights: list[Any] = [node.args[1 + late].meta["val"].shape for node, late in zip(convs, is_backward, strict=True)]
+    groups: list[Any] = [node.args[8 + late] for node, late in zip(convs, is_backward, strict=True)]
+    is_grouped = any(count > 1 and shape[1] > 1 for count, shape in zip(groups, weights, strict=True))
+    has_fewer = any(2 * shape[0] <= shape[1] and shape[2] > 1 for shape in weights)
+    is_small = all(max(shape[:2]) <= 64 for shape in weights)
+    return len(graph.nodes) >= 300 * len(convs) or is_grouped or has_fewer or is_small
 
 
 def _is_static(value: Tensor) -> bool:
