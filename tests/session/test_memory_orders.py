@@ -1,7 +1,8 @@
-"""Encoded tensors lie in memory as Inductor lays them out: no encode has a copy of its own."""
+"""Encoded tensors lie in memory as Inductor lays them out: no encode has a copy of its own, nor runs before a convolution that copies."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +19,7 @@ from torch._inductor.virtualized import V
 import paredown as pare
 from paredown.session.compiled import graph_packing
 from paredown.session.compiled.memory_orders import MemoryOrders
+from tests.session.nets import gradients, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own
 PLAN = pare.Plan.preset("activations8")
@@ -102,3 +104,53 @@ def test_the_strides_of_eager_mode_would_cost_copies(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(MemoryOrders, "_find", lambda self, node: None)
     copied = {name for name, (make, shape) in NETWORKS.items() if encoded_alone(make(), torch.randn(shape))[0]}
     assert copied == {"patches", "convolutions"}
+
+
+def volumes(activation: nn.Module) -> nn.Module:
+    """Convolutions of volumes with instance norms, whose outputs are views that the activation function changes in place."""
+    parts = [nn.Conv3d(2, 8, 3, padding=1), nn.InstanceNorm3d(8, affine=True), activation, nn.Conv3d(8, 8, 3, padding=1)]
+    return nn.Sequential(*parts, nn.InstanceNorm3d(8, affine=True))
+
+
+def packed_step(model: nn.Module, x: Tensor) -> tuple[list[Tensor], list[str], list[fx.Graph]]:
+    """Gradients of a compiled step in 8 bits, the slots that stay unmodified, and forward graphs, which run without kernels."""
+    forward = list[fx.Graph]()
+
+    def inner(gm: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        forward.extend([] if options.get("is_backward") else [gm.graph])
+        return make_boxed_func(gm.forward)
+
+    torch.compiler.reset()
+    with patch.object(graph_packing, "compile_fx_inner", inner), pare.apply(PLAN, model) as session:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = session.compile()(x)
+        (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
+        unmodified = [change.slot for change in session.changes if change.given == "unmodified"]
+    torch.compiler.reset()
+    return gradients(model), unmodified, forward
+
+
+@pytest.mark.parametrize("make", [nn.LeakyReLU, nn.ReLU, nn.SiLU])
+def test_what_is_modified_in_place_on_a_view_is_packed(make: Callable[..., nn.Module]) -> None:
+    """Autograd runs the backward of such an operation inside of a node of its own, of another number than forward's operation."""
+    torch.manual_seed(0)
+    model, x = volumes(make(inplace=True)), torch.randn(2, 2, 16, 16, 16)
+    other = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = other(x)
+    (output * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
+    found, unmodified, _ = packed_step(model, x)
+    assert not unmodified
+    pairs = list(zip(found, gradients(other), strict=True))
+    names = [name for name, _ in model.named_parameters()]
+    pairs = [pair for name, pair in zip(names, pairs, strict=True) if name not in ("0.bias", "3.bias")]  # their gradients are zero
+    assert relative_error(*zip(*pairs, strict=True)) < 0.03
+
+
+def test_encodes_of_volumes_follow_the_convolutions_that_read_them() -> None:
+    """Libraries copy operands that are not channels_last, beside which the codes would be in memory."""
+    (graph,) = packed_step(volumes(nn.LeakyReLU(0.01, inplace=True)), torch.randn(2, 2, 16, 16, 16))[2]
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    encodes = graph.find_nodes(op="call_function", target=torch.ops.paredown.encode.default)
+    read = [(encode, user) for encode in encodes for user in encode.args[0].users if "convolution" in user.name]
+    assert read and all(order[encode] > order[user] for encode, user in read)

@@ -21,6 +21,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import pad
 
+from paredown.autograd.operation_kinds import name_of, readers_of
 from paredown.autograd.operations import MIN_PACKED_NUMEL
 from paredown.codec.graph_codec import decode_in_graph
 from paredown.codec.packed import default_overflow
@@ -224,11 +225,13 @@ class GraphEditor:
     def _encoded(self, node: fx.Node, order: list[int], codec: GraphCodec) -> list[fx.Node]:
         """Insert the encoding of a tensor into the forward graph; return the nodes of codes, scales and minimums.
 
-        `order`: the dimensions of the tensor in the order in which it is encoded.
+        It follows the convolutions that read the tensor, beside whose workspaces codes would add to the peak. `order`: the dimensions of
+        the tensor in the order in which it is encoded.
         """
         graph = self.forward.graph
+        convolutions = [user for user in readers_of(node) if name_of(user) == "convolution" and self._orders.keeps(user)]
         self._int_step = self._int_step or self._insert_traced(graph, "step", lambda s: (s.to(torch.int32),), [self._step])[0]
-        return _call(graph, torch.ops.paredown.encode.default, [node, self._int_step], (order, *codec.arguments))
+        return _call(graph, torch.ops.paredown.encode.default, [node, self._int_step], (order, *codec.arguments), convolutions)
 
     def _decoded(self, parts: list[fx.Node], format: Format, value: Tensor, order: list[int], before: fx.Node) -> fx.Node:
         """Insert the decoding of a tensor like `value`, encoded in `order`, into the backward graph; return its node."""
@@ -383,15 +386,17 @@ def _insert(
     raise AssertionError("a traced graph has an output")
 
 
-def _call(graph: fx.Graph, target: Any, tensors: list[fx.Node], others: tuple[Any, ...]) -> list[fx.Node]:
+def _call(
+    graph: fx.Graph, target: Any, tensors: list[fx.Node], others: tuple[Any, ...], earlier: Sequence[fx.Node] = ()
+) -> list[fx.Node]:
     """Insert a call of an operation that returns several tensors, behind its arguments, and return the nodes of the results.
 
-    `tensors`, `others`: its arguments that are nodes, and those after them.
+    `tensors`, `others`: its arguments that are nodes, and those after them. `earlier`: other nodes that it follows.
     """
     values: list[Tensor] = [node.meta["val"] for node in tensors]
     with values[0].fake_mode:  # type: ignore[attr-defined]
         results: list[Tensor] = target(*values, *others)
-    with graph.inserting_before(_after(tensors)):
+    with graph.inserting_before(_after([*tensors, *earlier])):
         call = graph.call_function(target, (*tensors, *others))
         nodes = [graph.call_function(operator.getitem, (call, i)) for i in range(len(results))]
     call.meta["val"] = results
