@@ -149,6 +149,8 @@ def test_convolutions_copy_operands_that_are_not_channels_last() -> None:
     assert convolution_workspaces(nn.Conv2d(192, 64, 3, padding=1), x) == [("forward", 48 + 16), ("backward", 16 + 48)]
     assert convolution_workspaces(nn.Conv2d(192, 3, 1), x) == [("forward", 48 + 2), ("backward", 2 + 48)]
     assert convolution_workspaces(nn.Conv1d(64, 64, 3, padding=1), torch.empty(32, 64, 4096)) == [("forward", 32), ("backward", 32)]
+    volumes = torch.empty(2, 64, 32, 64, 64)
+    assert convolution_workspaces(nn.Conv3d(64, 32, 3, padding=1), volumes) == [("forward", 48), ("backward", 48)]
 
 
 def test_what_is_channels_last_is_not_copied() -> None:

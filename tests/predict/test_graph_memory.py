@@ -154,3 +154,29 @@ def test_cudnn_transposes_what_is_not_channels_last() -> None:
     assert convolved(64, is_last=True) == convolved(64, on_cuda=False) == [half]
     assert convolved(128) == [NUM_BYTES]
     assert convolved(128, groups=2) == [NUM_BYTES, 2 * NUM_BYTES], "Inductor leaves grouped convolutions unmodified"
+
+
+def test_cudnn_transposes_volumes() -> None:
+    """Inductor leaves them unmodified, whatever their channels: forward copies input and output, each of two gradients two operands."""
+
+    def buffers(mask: list[bool] | None) -> list[int]:
+        with FakeTensorMode():
+            x, weight = torch.empty(2, 128, 8, 8, 8, dtype=torch.bfloat16), torch.empty(256, 128, 1, 1, 1, dtype=torch.bfloat16)
+            gradient = torch.empty(2, 256, 8, 8, 8, dtype=torch.bfloat16)
+            options = ([1] * 3, [0] * 3, [1] * 3, False, [0] * 3, 1)
+
+            def function(gradient: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+                if mask is None:
+                    return [torch.ops.aten.convolution(x, weight, None, *options)]
+                found = torch.ops.aten.convolution_backward(gradient, x, weight, None, *options, mask)
+                return [part for part in found if part is not None]
+
+            traced = make_fx(function)(gradient, x, weight)
+        memory = GraphMemory(traced.graph, on_cuda=True)
+        assert len(memory.workspaces()) == 1
+        return sorted(buffer.nbytes for buffer in memory.buffers)
+
+    x = 2 * 2 * 128 * 8**3  # bytes
+    assert buffers(None) == [2 * x, 3 * x]
+    assert buffers([True, False, False]) == [x, 3 * x]
+    assert buffers([False, True, False]) == [2 * 128 * 256, 3 * x]

@@ -31,6 +31,7 @@ from paredown.predict.graph_memory import Buffer, GraphMemory
 from paredown.predict.timeline import Allocation
 from paredown.roles import Role
 from paredown.session.compiled.graph_decisions import HELD, SHARED, fits_bits, obstacle
+from paredown.session.compiled.graph_editor import of_tangents
 from paredown.session.compiled.graph_slots import aten_name, hint, is_boolean, module_path, slot_of
 from paredown.session.compiled.recomputed_tensors import RecomputedTensor, is_tensor, recomputable_tensors
 from paredown.session.weights.saved_weights import COMPILED
@@ -69,6 +70,22 @@ class GraphTimes:
     def born(self, buffer: Buffer) -> int:
         """Return the time in the step at which forward writes a buffer."""
         return self.call.forward_at + max(buffer.birth, 0)
+
+    def encoded(self, buffer: Buffer) -> int:
+        """Return the time in the step from which forward holds the codes of a buffer.
+
+        They are written behind convolutions with workspaces, which take more.
+        """
+        last = max(self.forward.workspaces().intersection([buffer.birth, *buffer.reads]), default=-1)
+        return max(self.born(buffer), self.call.forward_at + last + 1)
+
+    def released(self, at: int) -> int:
+        """Return the last time in the step at which the codes of a tensor that is decoded for a read at time `at` are held.
+
+        A convolution's workspace, which takes more than the codes, is allocated when they are freed.
+        """
+        is_convolved = self.backward is not None and at - self.call.backward_at in self.backward.workspaces()
+        return at - is_convolved
 
     def read_in_forward(self, buffer: Buffer) -> int:
         """Return the time in the step at which forward reads a buffer last."""
@@ -128,11 +145,17 @@ class StepSlots:
     """
 
     def __init__(
-        self, calls: list[GraphCall], end: int, partition_of: Callable[[CapturedGraph], Partition], *, on_cuda: bool
+        self,
+        calls: list[GraphCall],
+        end: int,
+        partition_of: Callable[[CapturedGraph], Partition],
+        *,
+        on_cuda: bool,
+        is_packed: bool = False,
     ) -> None:
         self.slots: list[Slot] = []
         self.outputs: list[Output] = []
-        self._end, self._on_cuda = end, on_cuda
+        self._end, self._on_cuda, self._is_packed = end, on_cuda, is_packed
         self._num_storages = 0
         self._numbers: dict[Buffer, int] = {}  # storage numbers of buffers in the graph that is being added
         self._recomputable: dict[str, RecomputedTensor] = {}
@@ -161,7 +184,8 @@ class StepSlots:
         self.slots += self._with_comparisons(made, times)
         self.outputs += _temporaries(times.forward, times.call.forward_at, "forward")
         if times.backward is not None and times.call.backward_at >= 0:
-            self.outputs += _temporaries(times.backward, times.call.backward_at, "backward")
+            compared = _recomputed(times.backward) if self._is_packed else ()
+            self.outputs += _temporaries(times.backward, times.call.backward_at, "backward", compared)
         self.outputs += _returned(times, set(by_buffer), self._end)
 
     def _slots(self, buffer: Buffer, nodes: list[fx.Node], times: GraphTimes) -> Iterator[tuple[fx.Node, Slot]]:
@@ -178,7 +202,8 @@ class StepSlots:
         savers, stays = _savers(node, times)
         is_cast = value.is_floating_point() and node.name not in times.call.graph.joint.of_inputs
         spans = (times.decoded(node),) if _is_written(times.placeholder(node)) else ()
-        part = Part(savers[0].use, birth, spans[0][0] if spans else last, spans) if not stays else None
+        released = times.released(spans[0][0]) if spans else last
+        part = Part(savers[0].use, times.encoded(buffer), released, spans) if not stays else None
         return Slot(
             savers[0].name,
             Role.TEMPORARY if is_cast else Role.ACTIVATION,
@@ -346,8 +371,14 @@ def with_unique_names(slots: list[Slot]) -> list[Slot]:
 # --- other memory -----------------------------------------------------------------------------------------------------
 
 
-def _temporaries(memory: GraphMemory, begin: int, phase: str) -> Iterator[Output]:
-    """Yield buffers that live within one call of a graph, as allocations."""
+def _recomputed(backward: GraphMemory) -> set[fx.Node]:
+    """Return the nodes that backward recomputes from saved tensors; it reads comparisons of their values as bits that forward saves."""
+    graph = next(iter(backward.order)).graph
+    return set(graph.nodes) - of_tangents(graph)
+
+
+def _temporaries(memory: GraphMemory, begin: int, phase: str, compared: Collection[fx.Node] = ()) -> Iterator[Output]:
+    """Yield buffers that live within one call of a graph, as allocations; comparisons of the nodes `compared` do not read them."""
     for buffer in memory.buffers:
         if buffer.is_output or buffer.birth < 0:
             continue
@@ -356,7 +387,8 @@ def _temporaries(memory: GraphMemory, begin: int, phase: str) -> Iterator[Output
         shape = tuple(hint(size) for size in value.shape) if isinstance(value, Tensor) else (buffer.nbytes,)
         dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else "uint8"
         module = module_path(node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack"))[0]
-        yield Output(aten_name(node), module, phase, shape, dtype, buffer.nbytes, begin + buffer.birth, begin + buffer.death)
+        last = min(buffer.death, max([buffer.birth, *memory.value_reads(node)])) if node in compared else buffer.death
+        yield Output(aten_name(node), module, phase, shape, dtype, buffer.nbytes, begin + buffer.birth, begin + last)
 
 
 def _returned(times: GraphTimes, saved: set[Buffer], end: int) -> Iterator[Output]:
@@ -382,13 +414,14 @@ def compiled_trace(base: Trace, capture: GraphCapture, decoded: Collection[str] 
     )
     base = replace(base, slots=tuple(_numbered(outside)), notes=(*base.notes, *_notes(capture)), is_compiled=True)
 
-    def trace(partition_of: Callable[[CapturedGraph], Partition]) -> Trace:
-        step = StepSlots(capture.calls, base.length, partition_of, on_cuda=base.device == "cuda")
+    def trace(partition_of: Callable[[CapturedGraph], Partition], *, is_packed: bool = True) -> Trace:
+        step = StepSlots(capture.calls, base.length, partition_of, on_cuda=base.device == "cuda", is_packed=is_packed)
         return replace(base, slots=(*base.slots, *step.slots), outputs=(*base.outputs, *step.outputs))
 
     has_chains = any(call.graph.in_4_bits is not call.graph.packed for call in capture.calls)
     in_4_bits = trace(lambda graph: graph.in_4_bits) if has_chains else None
-    return replace(trace(lambda graph: graph.packed), without_packing=trace(lambda graph: graph.plain), in_4_bits=in_4_bits)
+    plain = trace(lambda graph: graph.plain, is_packed=False)
+    return replace(trace(lambda graph: graph.packed), without_packing=plain, in_4_bits=in_4_bits)
 
 
 def _frozen_weights(base: Trace, decoded: Collection[str]) -> Iterator[Slot]:

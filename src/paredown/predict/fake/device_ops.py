@@ -42,6 +42,7 @@ FLASH_HEAD = 256  # flash attention takes heads up to this width
 ONEDNN_ALIGN = 16  # oneDNN rounds the length of a row up to this many floats,
 ONEDNN_AVOIDED = 256  # adds one such unit where the length is a multiple of this,
 ONEDNN_PAGES = 2  # and loses this many pages at the ends of its workspace
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of dimensions
 CHANNEL_BYTES = 16  # channels of tensors in cuDNN's channels_last copies have a multiple of this many bytes
 PROCESSORS, THREADS = 132, 2048  # multiprocessors of an H100 or H200, and threads of each; smaller GPUs need less workspace
 BLOCK, WARP = 512, 32  # most threads of a block; threads of a warp
@@ -401,11 +402,16 @@ def transposed_bytes(*operands: Tensor) -> int:
     """Return the bytes of the channels_last copies that torch or cuDNN makes of a convolution's operands.
 
     Where one operand or the weight is channels_last, torch copies the others; otherwise cuDNN does, whose kernels for tensor cores read and
-    write channels_last, with channels in multiples of 16 bytes.
+    write channels_last, with channels in multiples of 16 bytes. Volumes (five dimensions) are counted in 16 bits, as was measured.
     """
     images = [t.unsqueeze(2) if t.dim() == 3 else t for t in operands]
-    copied = [t for t in images if t.dim() == 4 and t.numel() and not t.is_contiguous(memory_format=torch.channels_last)]
+    copied = [t for t in images if t.numel() and (t.dim() == 4 or (t.dim() == 5 and t.itemsize == 2)) and not is_channels_last(t)]
     return sum(t.numel() // t.shape[1] * round_up(t.shape[1] * t.itemsize, CHANNEL_BYTES) for t in copied)
+
+
+def is_channels_last(image: Tensor) -> bool:
+    """Return whether the channels of pictures (four dimensions) or volumes (five) are the innermost dimension in memory."""
+    return image.dim() in LAST and image.is_contiguous(memory_format=LAST[image.dim()])
 
 
 def _is_depthwise(weight: Tensor, groups: int) -> bool:
