@@ -57,9 +57,9 @@ NICKNAMES = {
 
 @dataclass(frozen=True, repr=False)
 class Format:
-    """A way to store a tensor: an element for its values, and optionally a block length, a scale per block and a minimum per block.
+    """How a tensor is stored: the type of its codes, and optionally blocks of some length with a scale and a minimum.
 
-    A format, the codes, the shape and the dtype are all that decoding needs.
+    Decoding needs the format, the codes and scales, the shape and the dtype, and nothing else.
     """
 
     element: Element
@@ -138,11 +138,11 @@ class Format:
         return -(-cols * self.element.width // 8)
 
     def blocks_per_row(self, cols: int) -> int:
-        """Return the number of blocks in one row of `cols` values, a short last one included; 0 for a format without blocks."""
+        """Return the number of blocks in one row of `cols` values, a short last block included; 0 without blocks."""
         return -(-cols // self.block) if self.block else 0
 
     def nbytes(self, shape: Iterable[int]) -> int:
-        """Return the bytes of a tensor of `shape` in this format: codes, padding, scales, minimums, and the scale of the tensor."""
+        """Return the bytes of a tensor of `shape` in this format: codes, padding, scales and minimums together."""
         rows, cols = self.rows_and_cols(shape)
         per_block = sum(e.width for e in (self.scale, self.minimum) if e) // 8
         return rows * (self.row_bytes(cols) + self.blocks_per_row(cols) * per_block) + 4 * self.has_tensor_scale
