@@ -29,7 +29,7 @@ def conv1x1(num_in: int, num_out: int, stride: int = 1) -> nn.Conv2d:
 
 
 def shortcut(num_in: int, num_out: int, stride: int) -> nn.Sequential | None:
-    """Return the projection that a residual layer needs if input and output have different shapes; None if they are alike."""
+    """Return the projection that a residual layer needs if input and output differ in shape; None if they do not."""
     if stride == 1 and num_in == num_out:
         return None
     return nn.Sequential(conv1x1(num_in, num_out, stride), nn.BatchNorm2d(num_out))

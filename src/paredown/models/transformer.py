@@ -1,4 +1,4 @@
-"""ViT for images, GPT for text, both of one Transformer layer, and a language model on torch's LSTM.
+"""ViT for images and GPT for text, which use the same Transformer layer, and a language model on torch's LSTM.
 
     x <- x + project(attention(norm1(x)));   x <- x + mlp(norm2(x))
 
@@ -29,7 +29,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def scored(logits: Tensor, targets: Tensor | None) -> Tensor | Scored:
-    """Return logits alone, or with their loss if there are targets."""
+    """Return the logits if `targets` is None, else the logits with their loss."""
     return logits if targets is None else Scored(logits, token_loss(logits, targets))
 
 
