@@ -1,4 +1,4 @@
-"""Encode, decode and one-bit masks in the graphs of torch.compile: the bits of `reference.py`, without a codec of its own.
+"""Operations that encode, decode and pack masks in graphs of torch.compile, with the bits of `reference.py`.
 
     paredown::encode        the codec of eager mode: Triton kernels on a GPU, compiled loops on a CPU. Compiled code calls it without the
                             dispatcher of torch. The step of the random bits is a tensor, which is read when it runs
@@ -120,7 +120,7 @@ def _encoding(format: str, rounding: str, overflow: str) -> Encoding:
 
 
 def decode(parts: list[Tensor], format: str, dtype: torch.dtype, sizes: list[int], dims: list[int]) -> Tensor:
-    """Return the decoded values of `parts` (codes, scales, minimums), as the permutation `dims` of a contiguous tensor of `sizes`."""
+    """Return the decoded values of codes, scales and minimums, in a tensor of `sizes` that is then permuted by `dims`."""
     return decode_in_graph(parts, Format.parse(format), prod(sizes), dtype).view(sizes).permute(dims)
 
 
@@ -143,7 +143,7 @@ def decode_in_graph(parts: Sequence[Tensor], format: Format, numel: int, dtype: 
 def largest_in_graph(x: Tensor, parts: Sequence[Tensor], format: Format) -> Tensor:
     """Return an upper bound on the magnitudes of encoded `x`, computed from the scales and minimums in `parts`.
 
-    For a format without blocks it is max |x|. NaN if `x` is not finite.
+    The bound is max |x| for a format without blocks, and NaN if `x` is not finite.
     """
     if format.block is None or format.scale is None:
         largest = x.abs().amax().float()
@@ -163,7 +163,7 @@ def _scale_values(scales: Tensor, format: Format) -> Tensor:
 
 
 def _unpacked(packed: Tensor, format: Format, numel: int) -> Tensor:
-    """Return the `numel` codes that are packed in bytes, as integers, 1-D, by few operations, since each takes time to compile."""
+    """Return the `numel` codes packed in bytes as 1-D integers, by few operations, since each takes time to compile."""
     width, is_signed = format.element.width, format.element.kind is ElementKind.INT
     if width == 8:
         return packed.to(torch.int8) if is_signed else packed

@@ -1,4 +1,4 @@
-"""Kernels and launches of one-bit masks: pack, unpack, and zero a gradient by a mask without unpacking it.
+"""These kernels pack masks of one bit per value, unpack them, and zero a gradient by a mask without unpacking it.
 
 A mask has one exact bit per value (`codec/recompute.py` has the definition). One program covers a tile of TILE values, eight of which make
 a byte, the first one lowest:
@@ -93,7 +93,7 @@ def _launch(name: str, values: tuple[float, ...], numel: int, source: Tensor, ou
 
 
 def _as_numbers(x: Tensor, *, stores: bool = False) -> Tensor:
-    """Return `x` viewed in a dtype that the mask kernels support: integers for bool, and for bf16 unless the kernel stores such values."""
+    """Return `x` in a dtype that mask kernels support: bool as uint8, bf16 as int16 unless the kernel `stores` values."""
     if x.dtype is torch.bool:
         return x.view(torch.uint8)
     return x if stores else bf16_as_integers(x)
