@@ -1,4 +1,4 @@
-"""`chunked_cross_entropy`: the cross entropy of a linear layer's logits, in chunks of rows: all logits never exist.
+"""`chunked_cross_entropy` computes the loss of a linear layer's logits in chunks of rows: all logits never exist.
 
 The logits of row i are z = f(h_i W^T + b), with an elementwise f such as soft-capping. With p = softmax(z), target y, class weights w (1 if
 there are none), label smoothing e, V classes and S = sum_c w_c:
@@ -125,7 +125,7 @@ SCALES = frozenset(("mul", "multiply", "div", "divide", "true_divide", "__mul__"
 
 
 def elementwise_call(name: str, number: Any, dtype: torch.dtype) -> tuple[str, Any]:
-    """Return how `Elementwise.calls` describes a call of this function."""
+    """Return the entry of `Elementwise.calls` for a call of the tensor function `name`, whose result has `dtype`."""
     if name in CASTS:
         return "to", str(dtype).removeprefix("torch.")
     return ("tanh", None) if name == "tanh" else ("div" if "div" in name else "mul", number)
@@ -212,7 +212,7 @@ def _dtype_after(transform: Callable[[Tensor], Tensor] | None, dtype: torch.dtyp
 
 
 def product_dtype(hidden: Tensor, device: str) -> torch.dtype:
-    """Return the dtype in which a linear layer computes for input `hidden`: autocast's if enabled, except for float64 input."""
+    """Return the dtype in which a linear layer computes for `hidden`: autocast's if enabled, but not for float64."""
     is_cast = torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64
     return torch.get_autocast_dtype(device) if is_cast else hidden.dtype
 
@@ -245,15 +245,15 @@ class Problem:
 
     @property
     def is_fused(self) -> bool:
-        """Whether one kernel computes losses and gradients of a chunk, which is so on CUDA for transforms of products and tanh."""
+        """Whether one kernel computes losses and gradients of a chunk: on CUDA, for transforms of products and tanh."""
         is_covered = self.scales is not None and self.settings.dtype in KERNEL_DTYPES
         return is_covered and KERNEL_DEVICES.get(self.settings.device or "", False) and find_spec("triton") is not None
 
 
 class Rows:
-    """The weights of the log probabilities in each row's loss: `own` for the target class, `smooth` for every class.
+    """Computes losses and gradients of rows, chunk by chunk, from the targets and the options of the loss.
 
-    The terms of a chunk are computed from its targets each time: no tensor of this class has a value for every row.
+    In a row's loss the log probability of the target class has the weight `own`, and that of every class the weight `smooth`.
     """
 
     def __init__(self, problem: Problem, num_classes: int, dtype: torch.dtype) -> None:
@@ -310,7 +310,7 @@ class Rows:
 
 
 def values_in(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a weight in the dtype of products; a packed weight is decoded in this dtype at once."""
+    """Return a weight in `dtype`, that of the products; a packed weight is decoded directly into it."""
     packed = weight_of(weight) if isinstance(weight, PackedParameter) else None
     return weight.to(dtype) if packed is None else packed.decode(dtype)
 
@@ -351,7 +351,7 @@ class Linear:
 
     @property
     def all_gradients(self) -> tuple[Tensor | None, ...]:
-        """The gradients of hidden states, weight, bias, and of the adapter's input and weight; None for those not required."""
+        """The gradients of hidden states, weight, bias, and the adapter's input and weight; None if not required."""
         return *self.gradients, *(self.adapter.gradients[:2] if self.adapter is not None else (None, None))
 
     def logits(self, part: slice, *, tracks: bool) -> tuple[Tensor, Tensor]:
@@ -373,7 +373,7 @@ class Linear:
             return logits.requires_grad_(tracks), self._transform(logits)
 
     def add_gradients(self, part: slice, logits: tuple[Tensor, Tensor], gradient: Tensor) -> None:
-        """Add what the gradient of a chunk's logits contributes to the layer's gradients."""
+        """Add a chunk's contribution to the layer's gradients; `gradient` is that of the chunk's logits."""
         before, after = logits
         gradient = gradient.to(after.dtype)
         if isinstance(self._transform, Elementwise):
@@ -490,7 +490,7 @@ def accumulation_dtype(dtype: torch.dtype | None) -> torch.dtype:
 
 
 def scale_of_rows(problem: Problem, num_rows: int) -> float:
-    """Return the factor by which gradients are scaled between forward and backward: 1, or less in float16 to avoid overflow."""
+    """Return the factor of gradients between forward and backward: 1, or less in float16, so that sums do not overflow."""
     if problem.settings.dtype is not torch.float16 or num_rows <= FLOAT16_SUM:
         return 1.0
     return 2.0 ** -ceil(log2(num_rows / FLOAT16_SUM))

@@ -1,4 +1,4 @@
-"""`HeldLinear`: the operands of one call of F.linear, held so that it can be computed later as it would have been computed then.
+"""`HeldLinear` keeps the operands of one call of F.linear, so that its output can be computed later, unchanged.
 
     the graph       an alias of each operand, made at the call: later freezing, `detach_()` and replacing of parameters change nothing
     the values      `check` raises where they are no longer those of the call: by version numbers, by the memory that a tensor has, and on a
@@ -31,7 +31,7 @@ PRINTED_VALUES = 2**20  # of a matrix, multiplied at a time
 
 
 class HeldLinear:
-    """The input, weight and bias of one call of F.linear, held so that its output can be computed later."""
+    """The input, weight and bias of one call of F.linear, kept so that the call's output can be computed later."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self._hidden, self._weight = HeldTensor(hidden, "the input of the layer"), HeldTensor(weight, "its weight")
@@ -47,20 +47,20 @@ class HeldLinear:
                 raise RuntimeError(CHANGED.format(path=path, what=held.name))
 
     def forward(self) -> Tensor:
-        """Return the output of the held call, computed now."""
+        """Compute and return the output of the call of F.linear now."""
         return functional.linear(self.hidden, *self.operands())
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of the held call, packed if they are packed, with gradients."""
+        """Return weight and bias of the call of F.linear, still packed if they are; gradients flow to both."""
         return self._weight.operand(), self._bias.operand() if self._bias is not None else None
 
     def values(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of the held call, decoded if they are packed, with gradients."""
+        """Return weight and bias of the call of F.linear, decoded if they are packed; gradients flow to both."""
         return self._weight.values(), self._bias.values() if self._bias is not None else None
 
 
 class HeldTensor:
-    """An operand of a held call, with a view that keeps its memory and its autograd graph as they were."""
+    """An operand of a call of F.linear, and a view that keeps the memory and autograd graph that it had at the call."""
 
     def __init__(self, given: Tensor, name: str) -> None:
         self.given, self.name = given, name

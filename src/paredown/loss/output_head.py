@@ -1,4 +1,4 @@
-"""`OutputHead`: finds the output head of a language model and defers its logits (loss/deferred_logits.py), by a hook on the head.
+"""`OutputHead` finds the output head of a language model and defers its logits (loss/deferred_logits.py) by a hook.
 
 The hook replaces the input of the head by a `HeadInput`; the unmodified forward of nn.Linear calls `F.linear` with it, which returns
 deferred logits. That happens in training mode with gradients enabled; evaluation and generation are not affected.
@@ -63,7 +63,7 @@ FUSED_LIBRARIES = {"trl": "TRL", "liger_kernel": "Liger"}  # package of a forwar
 class HeadInput(Tensor):
     """A tensor subclass that stands for the input of the output head, of which `F.linear` returns deferred logits.
 
-    All other functions get the plain hidden states.
+    All other functions get the hidden states themselves.
     """
 
     is_deferred = True
@@ -122,7 +122,7 @@ class OutputHead:
 
     @property
     def slots(self) -> frozenset[str]:
-        """The names of slots that the unmodified model has and that a loss in chunks does not save."""
+        """The names of slots (saved tensors) of the unmodified model that a loss in chunks does not save."""
         return frozenset((f"{self.use.path}:input", *LOSS_SLOTS)) if self.use.num_deferred else frozenset()
 
     def attach(self) -> None:
@@ -139,9 +139,9 @@ class OutputHead:
         self._handles = []
 
     def in_graph(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[Any, Sequence[Any]], Any] | None:
-        """Rewrite a graph of Dynamo so that the loss of the head is computed in chunks; return a function that restores outputs.
+        """Rewrite a graph of Dynamo so that the head's loss is computed in chunks; return a function that restores outputs.
 
-        Returns a function of (the graph's results, its inputs) that makes the outputs of a call; None if the outputs are unmodified.
+        The function makes a call's outputs from the graph's results and inputs; None if the outputs are unmodified.
         """
         module = self._module() if self._module is not None else None
         if self._adapters:
@@ -152,9 +152,9 @@ class OutputHead:
         return rewrite_head(gm, inputs, module, self.use)
 
     def reason_missing(self, shape: Sequence[int], nbytes: int) -> str:
-        """Return a sentence that the model has no output head whose loss can be in chunks; "" if logits are small.
+        """Return the sentence for users that logits of this shape have no output head; "" if there is nothing to say.
 
-        It is "" if the logits have too few classes for chunks. `nbytes`: the bytes of the logits.
+        It is "" if a head was found or the logits have too few classes for chunks. `nbytes`: the bytes of the logits.
         """
         classes = shape[:2][-1] if shape else 0  # a cross entropy takes (rows, classes, ...) or (classes,)
         if not self._is_on or self.is_found or classes < MIN_CLASSES:
@@ -164,7 +164,7 @@ class OutputHead:
     def rows(self, losses: Mapping[str, tuple[Sequence[int], int]] | None = None) -> Iterator[tuple[str, str, str, str]]:
         """Yield a row (path, asked, given, reason) for `session.changes` if logits were not deferred, or all were needed.
 
-        `losses`: by slot name, shape and bytes of what cross entropies inside of the model saved.
+        `losses`: shapes and bytes of the tensors that cross entropies inside of the model saved, by name (slot).
         """
         for slot, (shape, nbytes) in (losses or {}).items():
             if missing := self.reason_missing(shape, nbytes):
@@ -223,7 +223,7 @@ def find_head(model: nn.Module) -> tuple[str, nn.Linear | None]:
 
 
 def adapters_of(model: nn.Module, path: str) -> list[nn.Linear]:
-    """Return the `lora_B` layers of LoRA adapters on a head; an empty list without adapters or with others."""
+    """Return the `lora_B` layers of a head's LoRA adapters; an empty list if it has none, or adapters of another kind."""
     parent = model.get_submodule(path.rpartition(".")[0]) if path.endswith(f".{BASE}") else None
     layers: Any = getattr(parent, "lora_B", ())
     layers = list(layers.values()) if isinstance(layers, nn.ModuleDict) else [layers] if isinstance(layers, nn.Linear) else []

@@ -1,4 +1,4 @@
-"""Function calls that deferred logits record: which ones, the layout of their results, and elementwise ones as a transform of chunks.
+"""Deferred logits record function calls: this module decides which calls, and makes transforms of chunks from them.
 
 A call can be recorded if cross entropy can read its result from the hidden states: the last dimension, that of the classes, stays whole or
 becomes dimension 1, and values change by casts, scales and tanh alone.
@@ -46,7 +46,7 @@ class Layout:
     dtype: torch.dtype
 
     def after(self, call: RecordedCall) -> Layout:
-        """Return the size, strides and dtype of the result of `call`; torch raises its own error if the call is not possible."""
+        """Return the layout (size, strides, dtype) after `call`; torch raises its own error if the call is impossible."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             result = call(torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta"))
             return Layout(tuple(result.size()), result.stride(), result.dtype)
@@ -106,7 +106,7 @@ def keeps_last(index: Any, num_dims: int) -> bool:
 
 
 def transform_of(calls: tuple[RecordedCall, ...], dtype: torch.dtype) -> Elementwise | None:
-    """Return recorded elementwise calls as one transform of logits; None if only casts that the loss makes itself are left.
+    """Return recorded elementwise calls as one transform of logits; None if only casts remain, which the loss makes itself.
 
     `dtype`: that of the logits before the calls.
     """
