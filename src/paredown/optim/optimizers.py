@@ -1,4 +1,4 @@
-"""SGD, AdamW and Lion with packed memory: the arguments and defaults of torch.optim, and formats.
+"""SGD, AdamW and Lion take the arguments and defaults of torch.optim, and formats of the tensors that they store.
 
     paredown.apply(paredown.Plan.preset("lpmm"), model)                  # weights are stored in 8 bits
     opt = paredown.optim.AdamW(model.parameters(), lr=3e-4)              # and so are moments and gradient accumulators
@@ -34,7 +34,7 @@ from paredown.optim.rules import RULES, Rule
 
 @final
 class SGD(Optimizer):
-    """Stochastic gradient descent with optional (Nesterov) momentum: torch.optim.SGD's arguments, and formats of what it stores."""
+    """SGD with optional (Nesterov) momentum: it takes torch.optim.SGD's arguments, and formats of the tensors it stores."""
 
     rule_name, torch_class = "sgdm", torch.optim.SGD
 
@@ -71,7 +71,7 @@ class SGD(Optimizer):
 
 @final
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay: torch.optim.AdamW's arguments, and formats of what it stores."""
+    """Adam with decoupled weight decay: it takes torch.optim.AdamW's arguments, and formats of the tensors it stores."""
 
     rule_name, torch_class = "adamw", torch.optim.AdamW
 
@@ -173,6 +173,6 @@ def check_numbers(group: Mapping[str, Any], *names: str) -> None:
 
 
 def check_betas(betas: Any) -> None:
-    """Raise ValueError for betas outside of [0, 1)."""
+    """Raise ValueError if `betas` are not two numbers in [0, 1)."""
     if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
         raise ValueError(f"Invalid betas: {betas}; each has to be at least 0 and below 1.")

@@ -1,4 +1,4 @@
-"""One parameter in an optimizer: the formats of its slots, its state in these formats, and the slots that an update reads.
+"""The state of one parameter in an optimizer: formats, moments in these formats, and the tensors that an update reads.
 
 Formats. A keyword (weight=, moment1=, ...) overrides the tier of the group, which overrides the plan of a session; without any of them
 everything is unmodified (tier "full"). A parameter of fewer than 2 dimensions or 4096 values is *small*: its state is float32 and its
@@ -59,7 +59,7 @@ _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak refere
 
 
 def request_of(parameter: Tensor) -> RequestedFormats | None:
-    """Return the formats that the plan of an open session requests for this parameter; None without one."""
+    """Return the formats that the plan of an open session requests for this parameter; None without a session."""
     return _REQUESTS.get(parameter)
 
 
@@ -79,7 +79,7 @@ def withdraw_requests(model: nn.Module) -> None:
 
 
 def set_owner(parameter: Tensor, owner: Any) -> None:
-    """Record that the optimizer `owner` updates a parameter; the previous one removes its hooks from the parameter."""
+    """Record that the optimizer `owner` updates a parameter; the previous owner removes its hooks from the parameter."""
     before = owner_of(parameter)
     if before is not None and before is not owner:
         before.let_go(parameter)
@@ -105,7 +105,7 @@ FROM_TIER = "tier"  # default of a keyword: the format of the tier or the plan
 
 @dataclass(frozen=True)
 class SlotFormats:
-    """The formats (None: plain) and roundings of one parameter's weight, moments, gradient and residue."""
+    """The formats (None: not packed) and roundings of one parameter's weight, moments, gradient and residue."""
 
     name: str
     is_full: bool  # nothing is packed, and torch.optim updates the parameter
@@ -113,11 +113,11 @@ class SlotFormats:
     slots: Mapping[Role, Choice]
 
     def format(self, role: Role) -> Format | None:
-        """Return the format of the slot with this role; None if it is not packed."""
+        """Return the format of the parameter's tensor with this role; None if that is not packed."""
         return self.slots[role][0]
 
     def rounding(self, role: Role) -> Rounding:
-        """Return the rounding of the slot with this role."""
+        """Return the rounding of the parameter's tensor with this role."""
         return self.slots[role][1]
 
 
@@ -125,7 +125,7 @@ PLAIN: Choice = (None, Rounding.NEAREST_EVEN)
 
 
 def choose(parameter: Tensor, group: Mapping[str, Any], request: RequestedFormats | None, default_name: str) -> SlotFormats:
-    """Return the formats of a parameter, its gradient and its moments, from its parameter group `group` and the plan's `request`.
+    """Return the formats of a parameter, its gradient and moments, from its parameter group and the plan's `request`.
 
     `request` is None if there is no plan; `default_name` is the parameter's name then.
     """
@@ -222,8 +222,8 @@ class ParameterState:
     updated: bool = False  # under release: whether it was updated since the last step()
     is_started: bool = False  # with microbatches: whether a sum has started since the last update
     is_gone: bool = False  # a newer optimizer has the parameter
-    shadow: Tensor | None = None  # contiguous copy of a plain parameter that is not (channels_last)
-    unit: Any = None  # under release: the address of the parameter, its state, and the cached unit
+    shadow: Tensor | None = None  # contiguous copy of an unpacked parameter that is not contiguous (channels_last)
+    unit: Any = None  # under release: the address of the parameter, its state, and the cached `UpdateUnit`
     shape: torch.Size = field(init=False)
     weight: Weight | None = field(init=False)
 
@@ -315,7 +315,7 @@ def restart(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None:
 
 
 def fill_state(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None:
-    """Add the moments that `rule` needs and a parameter's `state` lacks, filled with zeros, and the residue and codes of its weight."""
+    """Add what a parameter's `state` lacks: moments of `rule`, filled with zeros, and the residue and codes of its weight."""
     plain = local(entry.parameter)
     for role, name in zip(rule.roles, rule.names, strict=True):
         format = entry.choices.format(role)
@@ -375,7 +375,7 @@ def unit_of(entry: ParameterState, rule: Rule, state: dict[str, Any], gradient: 
 
 
 def plain_slot(tensor: Tensor, rounding: Rounding) -> UpdateSlot:
-    """Return an unpacked tensor as a slot of an update, viewed as (rows, cols)."""
+    """Return an `UpdateSlot` (a tensor that an update reads or writes) for an unpacked tensor, viewed as (rows, cols)."""
     return UpdateSlot(None, rounding, PackedParts(tensor.detach().view(Format.rows_and_cols(tensor.shape))))
 
 
@@ -387,7 +387,7 @@ def _moment_slot(entry: ParameterState, role: Role, name: str, state: dict[str, 
 
 
 def weight_slot(entry: ParameterState) -> UpdateSlot:
-    """Return the slot that an update reads and writes as the weight: the codes of a packed weight, or the parameter itself.
+    """Return the `UpdateSlot` for a parameter's weight: the codes of a packed weight, or the parameter itself.
 
     If the parameter is not contiguous, the update writes to a contiguous copy of it, its shadow.
     """
@@ -406,9 +406,9 @@ def weight_slot(entry: ParameterState) -> UpdateSlot:
 
 
 def gradient_slot(gradient: Tensor) -> UpdateSlot:
-    """Return the slot that an update reads as the gradient.
+    """Return the `UpdateSlot` for a gradient, the tensor that an update reads.
 
-    A plain gradient is a new tensor in each step, so its slot has only dtype and size, without memory.
+    An unpacked gradient is a new tensor in each step, so its slot has only dtype and size, without memory.
     """
     if isinstance(gradient, PackedGradient):
         return UpdateSlot(gradient.packed.format, Rounding.STOCHASTIC, gradient.packed.parts)

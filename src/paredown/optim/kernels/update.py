@@ -1,4 +1,4 @@
-"""One update of many tensors in one launch, and of one tensor at once: decode, rule, encode. `optim/reference.py` defines it.
+"""Kernels update many tensors in one launch, or one: decode, rule, encode. `optim/reference.py` defines the result.
 
 A program covers tiles of NB blocks of one tensor, one after the other. The tensor and its addresses are read from tables:
 
@@ -65,7 +65,7 @@ COLUMNS = tl.constexpr(18)  # of the table
 def store_moment(
     codes_ptr, scales_ptr, x, random, largest, broken, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr
 ):
-    """Encode a tile of a moment and store it, except for blocks marked in `broken`; `largest`: of each block."""
+    """Encode and store a tile of a moment except for `broken` blocks; `largest`: the largest magnitude in each block."""
     if SLOT[0] == BLOCKS:
         scale = cover_scale(largest, SLOT)
         store_scales(scales_ptr, scale, broken, at, SLOT[3], TILE)
@@ -94,7 +94,7 @@ def store_weight(
 ):  # fmt: skip
     """Encode a tile of new weights and store it, except for blocks marked in `broken`; add a sampled tile to the counters.
 
-    For these the old weights are loaded a second time, which saves registers.
+    The old weights of a sampled tile are loaded a second time, which saves registers.
     """
     is_sampled = (at[0] * TILE[1] // SAMPLED_BLOCKS) % SAMPLED_EVERY == 0
     if SLOT[0] == BLOCKS:
@@ -270,7 +270,7 @@ def fold_kernel(
     codes_ptr, scales_ptr, grad_ptr, factor_ptr, first_tile, cols, blocks_per_row, num_blocks, first_index, k0, k1, weight,
     SLOT: tl.constexpr, ELEMENT: tl.constexpr, GRAD: tl.constexpr, HAS_FACTOR: tl.constexpr, IS_FIRST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of a gradient, times `weight`, to a packed sum of gradients; store it alone if IS_FIRST."""
+    """Add one tile of a gradient, times `weight`, to a packed sum of gradients, or replace the sum if IS_FIRST."""
     codes_ptr = codes_ptr.to(tl.pointer_type(tl.uint8))
     scales_ptr = scales_ptr.to(tl.pointer_type(tl.uint8))
     zero = tl.zeros((), tl.int64)

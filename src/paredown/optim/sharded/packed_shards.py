@@ -58,7 +58,7 @@ class PackedShard:
     managed: Any  # the FSDPParam of torch
     weight: Weight
     padded: PackedParts  # codes and scales with the rows that FSDP2 pads to; those of `weight` are their first rows
-    _rows: nn.Parameter  # stands for the rows of this process in `weight`, which refers to it weakly
+    _rows: nn.Parameter  # the parameter of `weight`, which has a weak reference to it
 
     def __post_init__(self) -> None:
         self.num_processes = int(self.managed.mesh_info.shard_mesh_size)  # that share the parameter's rows
@@ -144,7 +144,7 @@ def _padded(part: Tensor, rows: int) -> Tensor:
 
 
 def _extend(local: PackedParameter, shard: PackedShard) -> None:
-    """Set the attributes of a local tensor that FSDP2 calls before and after an all-gather, to gather codes and decode them."""
+    """Give a local tensor the functions that FSDP2 calls before and after an all-gather, to gather codes and decode them."""
 
     def gather(mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         return shard.gather_inputs()
@@ -170,7 +170,7 @@ def plain_copy(value: DTensor) -> DTensor:
 
 
 def forget_gathered(managed: Any) -> None:
-    """Make FSDP2 allocate new memory for the next all-gather of a parameter (its FSDPParam), since packed rows have another size."""
+    """Make FSDP2 allocate new memory for the next all-gather of a parameter, since packed rows have another size."""
     managed.all_gather_outputs, managed._unsharded_inner_tensors = [], []
     if hasattr(managed, "_unsharded_param"):
         del managed._unsharded_param
@@ -246,7 +246,7 @@ Refused = dict[str, tuple[Format, str]]  # name -> requested format, and why it 
 
 
 def pack_shards(wanted: dict[str, tuple[DTensor, Format]], model: nn.Module) -> tuple[dict[str, PackedShard], Refused]:
-    """Pack the `wanted` parameters of a model under fully_shard; return the packed ones by name, and reasons for those that cannot be."""
+    """Pack the `wanted` parameters of a model under fully_shard; return the packed shards, and why others are not packed."""
     reshard(model)
     managed = {id(one.sharded_param): one for one in managed_parameters(model)}
     reasons = {name: reason_to_keep_shard_plain(p, managed.get(id(p)), format) for name, (p, format) in wanted.items()}
