@@ -1,4 +1,4 @@
-"""This module lists formats that have a name (`CATALOG["nvfp4"]`) and tiers, named sets of formats for an optimizer.
+"""`CATALOG` maps names such as "nvfp4" to formats; `TIERS` maps names to sets of formats for an optimizer.
 
 The rows named peppp_* are the formats of the 99 configurations of PEPPP (Yang et al., ICLR 2022): 11 low ones for activations,
 weights and gradients, 9 high ones for the optimizer. They follow QPyTorch 0.2.0, which PEPPP measured with: no subnormals, no inf or NaN,

@@ -87,7 +87,7 @@ class Element:
     kind: ElementKind
     width: int
     mantissa_bits: int = 0
-    min_exponent: int = 0  # of the smallest normal value, 1 - bias
+    min_exponent: int = 0  # exponent of the smallest normal value, 1 - bias
     specials: Specials = Specials.NONE
     subnormals: bool = True
     table: tuple[float, ...] = ()

@@ -1,4 +1,4 @@
-"""`Format`: how a tensor is stored. It is an element, and optionally a block length, a scale for each block and a minimum.
+"""`Format` says how a tensor is stored, by its element and optionally by a block length with scales and minimums.
 
     e4m3fn               8-bit floats without a scale
     int4/64@bf16         every 64 values share a bf16 scale; value = code value * scale
@@ -127,7 +127,7 @@ class Format:
 
     @staticmethod
     def rows_and_cols(shape: Iterable[int]) -> tuple[int, int]:
-        """Return the number of rows in which this format stores a tensor of `shape`, and the number of values in a row."""
+        """Return (rows, cols): in how many rows this format stores a tensor of `shape`, and the values in a row."""
         shape = tuple(shape)
         if any(not hasattr(n, "__index__") or n < 0 for n in shape):
             raise FormatError(f"a shape is whole numbers from 0 up, not {shape}.")

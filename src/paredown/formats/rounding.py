@@ -1,6 +1,6 @@
-"""`Rounding`, `Overflow` and `Seed` are arguments of `encode`: how values are rounded, clamped, and given random bits.
+"""`Rounding`, `Overflow` and `Seed` are the arguments of `encode` that no format has.
 
-They are no part of a format, which describes *decoding*.
+They say how values are rounded and clamped, and from what random bits; a format describes *decoding*.
 
 Stochastic rounding rounds up with a probability equal to the fractional part, so that the expected value is the exact one.
 The random bits are a pure function of (seed, tensor, step, element index): there is no generator state to save,
