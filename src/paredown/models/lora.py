@@ -26,11 +26,11 @@ TRANSPOSED = "Conv1D"  # the linear layer of GPT-2 in transformers, whose weight
 ROUTER = "Router"  # the end of the names of routers' classes in transformers, which use their weight as linear layers do
 EXPERTS_NDIM, ROUTER_NDIM = 3, 2
 FUSED = "gate_up_proj"  # two linear layers in one parameter: PEFT gives it twice the rank
-SHOWN = 6  # names of layers in an error
+SHOWN = 6  # names of layers that an error lists
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer to whose output an adapter of low rank adds."""
+    """A frozen linear layer and an adapter of low rank, whose outputs are added."""
 
     def __init__(self, base: nn.Module, rank: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class LoraLinear(nn.Module):
         self.lora_A, self.lora_B = _adapter(weight, inputs, rank, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of the frozen layer's output and the adapter's, scaled."""
+        """Return the output of the frozen layer plus the scaled output of the adapter."""
         return self.base_layer(x) + self.lora_B(self.lora_A(x)) * ALPHA
 
 
@@ -73,7 +73,7 @@ class LoraParameter(nn.Module):
 
 
 def _adapter(weight: Tensor, inputs: int, rank: int, outputs: int) -> tuple[nn.Linear, nn.Linear]:
-    """Return the layers A and B of an adapter. B is zero, so that the adapted model computes what the base does at first."""
+    """Return the layers A and B of an adapter; B is zero, so that the model first computes what the base does."""
     where: Any = {"device": weight.device, "dtype": weight.dtype}
     a, b = nn.Linear(inputs, rank, bias=False, **where), nn.Linear(rank, outputs, bias=False, **where)
     nn.init.zeros_(b.weight)

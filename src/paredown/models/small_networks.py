@@ -97,7 +97,7 @@ class ConvNeXtLayer(nn.Module):
 
 @final
 class ConvNeXt(nn.Module):
-    """A ConvNeXt: groups of layers with a downsampling before each, then the mean over pixels, a norm and a linear head."""
+    """A ConvNeXt: groups of layers with a downsampling before each, then a mean over pixels, a norm and a head."""
 
     def __init__(
         self, *, depths: Sequence[int] = (3, 3, 9, 3), dims: Sequence[int] = (96, 192, 384, 768), num_classes: int = 1000
@@ -158,7 +158,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (num_pictures, num_classes, height, width) of pictures (num_pictures, num_channels, height, width)."""
+        """Return logits (num, num_classes, height, width) of pictures (num, num_channels, height, width)."""
         levels: list[Tensor] = []
         for down in self.down:
             levels.append(down(x))
@@ -329,7 +329,7 @@ class Inverted(nn.Module):
         self.downsample = shortcut(num_in, num_out, 1) if self.has_sum else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor (num, num_out, ...) from x of shape (num, num_in, ...), height and width divided by the stride."""
+        """Return a tensor (num, num_out, ...) from x, (num, num_in, ...), height and width divided by the stride."""
         out = self.way(x)
         return out + (x if self.downsample is None else self.downsample(x)) if self.has_sum else out
 
