@@ -43,7 +43,7 @@ MOVES = frozenset(
         *("pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
     )
 )
-READS = frozenset(("get", "set", "delete"))  # attributes of tensors
+READS = frozenset(("get", "set", "delete"))  # accesses to attributes of tensors
 SAME_OP = {
     **dict.fromkeys(("conv_transpose", "convolution"), "conv"),
     **dict.fromkeys(("mm", "addmm"), "linear"),
@@ -63,7 +63,7 @@ CROSS_ENTROPY = torch._C._nn.cross_entropy_loss
 
 @dataclass(eq=False, slots=True)
 class OperandSource:
-    """One input of an operation: the value that a listener attached to the tensor, and the autograd edge of its gradient."""
+    """One input of an operation: the value that a listener attached to it, and the autograd edge of its gradient."""
 
     value: Any
     edge: tuple[Any, int]  # autograd node, and the number of its output
@@ -101,7 +101,9 @@ class OperationListener(ABC):
         """Process `out`, output `number` of an operation, in place if needed, and return the value to attach to it."""
 
     def moved(self, value: Any, out: Tensor, name: str) -> tuple[Any, Tensor]:
-        """Return the value and tensor to use for `out`, a view or copy of a tensor with `value`; slices have a `name`."""
+        """Return the value and the tensor to use for `out`, which is a view or a copy of a tensor with `value`.
+
+        A slice has a `name`, by which plans refer to it; for a tensor with all elements `name` is empty."""
         return value, out
 
 
@@ -143,7 +145,7 @@ def replace_tensors(values: Any, by: Callable[[Any], Tensor], kind: type[Tensor]
 
 @cache
 def op_of(func: Any) -> str:
-    """Return the name of an operation, equal for its variants: conv1d and conv2d are "conv"; `+`, add and add_ are "add".
+    """Return the name of an operation, equal for variants: conv1d and conv2d are "conv"; `+`, add and add_ are "add".
 
     >>> [op_of(f) for f in (nn.functional.conv2d, Tensor.__iadd__, Tensor.relu_, nn.functional.avg_pool2d)]
     ['conv', 'add', 'relu', 'avg_pool']
@@ -340,7 +342,7 @@ def _split_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Callable[[], Tensor] | None:
-    """Return a function that computes cross entropy by log_softmax and nll_loss, as torch does; None for soft targets."""
+    """Return a function that computes cross entropy by log_softmax and nll_loss; None for soft targets."""
     if target.is_floating_point() or label_smoothing > 0:
         return None
     name = ("none", "mean", "sum")[int(reduction)]

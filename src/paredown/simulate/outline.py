@@ -1,4 +1,4 @@
-"""`outline` lists the values of a training step as the papers count them: the output of every operation, saved or not.
+"""`outline` lists the values of a training step: the model's inputs and the output of every operation, saved or not.
 
 It runs the forward pass and the loss once on fake tensors. An `OutlineValue` is an input of the model or the output of an operation,
 in place or not; in backward it has a gradient of the same size. A value has its own name and those under which operations save it, so that

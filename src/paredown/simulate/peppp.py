@@ -63,7 +63,7 @@ def parse_peppp(text: str) -> tuple[int, int]:
 
 
 def peppp_plan(low: tuple[int, int], high: tuple[int, int]) -> Plan:
-    """Return the plan with PEPPP's formats `low` and `high`, each (exponent bits, mantissa bits), for `models/resnet.py`.
+    """Return PEPPP's plan with formats `low` and `high`, each (exponent bits, mantissa bits), for `models/resnet.py`.
 
     Weights, gradients and activations are low; input, logits, master weights and momentum high. The stem's convolution is not rounded.
     Apply it with `apply(plan, model, mode="peppp")`, which rounds the sums of gradients.

@@ -29,15 +29,15 @@ from paredown.roles import Role
 from paredown.tables import TableRows
 
 ALWAYS, EVERY = 8, 16  # forward passes
-MIN_PASSES = 3  # counted before a warning
-LITTLE = 0.5  # of the magnitude: a slot that keeps less has lost its signal
+MIN_PASSES = 3  # counted passes before a warning
+LITTLE = 0.5  # share of the magnitude: a tensor that keeps less has lost its signal
 MOST_CHARS = 40  # of the text of a format in a printed table
 GRADIENTS = (Role.ERROR, Role.GRADIENT)
 
 
 @dataclass(frozen=True)
 class SlotCounts:
-    """Counts of the values of one slot (a tensor of the step) that left the range of `format` when they were rounded."""
+    """Counts of the values of a tensor (slot) that left the range of `format` when they were rounded."""
 
     slot: str
     role: Role
@@ -90,7 +90,7 @@ class RangeCounter:
         self.__init__()
 
     def add(self, number: int, format: Format, before: Tensor, after: Tensor) -> None:
-        """Count how many values of the tensor `number` left the range of `format` when `before` was rounded to `after`."""
+        """Count how many values of tensor `number` left the range of `format` when `before` became `after`."""
         sums, key = _sums(before.detach().float(), after.detach().float(), format), (number, format)
         self._rows[key] = sums if key not in self._rows else self._rows[key].to(sums.device) + sums
 

@@ -4,7 +4,7 @@ Every slot has a number. On a GPU the formats are rows of a `RuntimeFormatTable`
 counts of overflows: rounding reads nothing from the host, so that one captured CUDA graph serves every format and continues to count.
 
 Promotion (of "Training with Mixed-Precision Floating-Point Assignments"): each training pass measures, for every activation and weight, the
-share of values above the largest value of its format. Once that reaches `share`, the slot has the assignment of the plan `raised` for the
+share of values above the largest value of its format. Once that reaches `share`, the slot has the format of the plan `raised` for the
 rest of training.
 """
 
@@ -98,7 +98,7 @@ class Capture:
         self.launches: list[BatchedRoundTrip] = []
 
     def take(self, jobs: Sequence[Job]) -> Tensor:
-        """Reserve device memory for the addresses of the next launch, which rounds `jobs`, and return it."""
+        """Reserve and return device memory for the addresses of the next launch, which rounds `jobs`."""
         first, self._used = self._used, self._used + words_for(x for x, *_ in jobs)
         if self._used > self._memory.numel():
             raise ApplyError(
@@ -119,15 +119,15 @@ class RoundedSlots:
         self._pending: dict[str, tuple[int, float]] = {}  # promotions of a loaded state, for slots that are not added yet
         self.device = torch.device("cpu")
         self._counter = torch.zeros(1, dtype=torch.int32)
-        self._capture: Capture | None = None  # of the graph that is being captured
-        self._captured: list[Capture] = []  # of the graphs captured so far
+        self._capture: Capture | None = None  # memory for the graph that is being captured
+        self._captured: list[Capture] = []  # memory for the graphs captured so far
         self._table: RuntimeFormatTable | None = None
         self._allocate(SPARE)
 
     # --- slots ----------------------------------------------------------------------------------------------------------
 
     def of(self, names: Sequence[str], role: Role) -> RoundedSlot | None:
-        """Return the `RoundedSlot` of the tensor with these `names` (the first one counts); None if it is never rounded."""
+        """Return the `RoundedSlot` of the tensor with these `names` (the first counts); None if it is never rounded."""
         key = (names[0], role)
         if key not in self._by_name:
             asked, raised = self.plan.find(names, role), UNMODIFIED
@@ -162,7 +162,7 @@ class RoundedSlots:
                 self._next_rows.set_seeds(seeds)
 
     def _allocate(self, capacity: int) -> None:
-        """Allocate the tables of formats and counts on the device for `capacity` slots, and copy the old tables into them."""
+        """Allocate device tables of formats and counts for `capacity` slots, and copy the old tables into them."""
         if self._captured:
             raise ApplyError(
                 "new slots appeared after a CUDA graph was captured, which reads the previous table. Run a step before capturing, or "
@@ -289,7 +289,7 @@ class RoundedSlots:
 
     @contextmanager
     def capturing(self, parameters: Iterable[Tensor]) -> Generator[None]:
-        """Return a context for capturing a CUDA graph that rounds many tensors in one launch, by a table of addresses."""
+        """Return a context for capturing a CUDA graph that rounds many tensors in one launch."""
         if self._table is None:
             yield
             return
@@ -309,7 +309,7 @@ class RoundedSlots:
         return self._counter_of_range.counts((slot.number, slot.key, slot.role) for slot in self._all)
 
     def new_warnings(self) -> list[str]:
-        """Return warnings, one per role, of gradients that vanish; none during a capture, when nothing may wait."""
+        """Return warnings, one per role, of gradients that vanish in rounding; none while a CUDA graph is captured."""
         if is_capturing():
             return []
         return self._counter_of_range.new_warnings((slot.number, slot.key, slot.role) for slot in self._all)

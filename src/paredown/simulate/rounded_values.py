@@ -27,7 +27,7 @@ from paredown.simulate.forward_calls import PRODUCTS, ForwardOperation, Operatio
 from paredown.simulate.outline import INPUT, Outline
 from paredown.simulate.rounded_slots import RoundedSlot, RoundedSlots
 
-# Not allow_tf32, which cannot be read once the user has set these; it can again when they are restored
+# Not allow_tf32, which cannot be read once the user has set these, until they are restored
 SWITCHES: tuple[Any, ...] = (torch.backends.cuda.matmul, cast("Any", torch.backends.cudnn).conv)
 CHOICES = {"sums": ("exact", "rounded"), "gradients": ("backward", "step"), "first_weights": ("rounded", "exact")}
 
@@ -83,11 +83,11 @@ class RoundedValues(OperationListener):
     def __init__(self, slots: RoundedSlots, names: dict[int, str], how: Simulate) -> None:
         self.slots, self.how, self._names = slots, how, names
         self.precision = Precision()
-        self.has_stepped = self.counts_overflow = False  # both of the current forward pass
+        self.has_stepped = self.counts_overflow = False  # both as of the current forward pass
         self._outline = Outline((), {})
         self._known: dict[str, TrackedValue] = {}
         self._weights: dict[int, Tensor] = {}  # rounded copies of parameters in the current forward pass
-        self._copies: dict[int, Tensor] = {}  # the same while a graph is captured, rounded in one launch
+        self._copies: dict[int, Tensor] = {}  # the same, rounded in one launch while a graph is captured
 
     def set_outline(self, outline: Outline) -> None:
         """Look up how the plan rounds each value of `outline`, and its gradient, by the names of the value."""
@@ -188,7 +188,7 @@ class RoundedValues(OperationListener):
         return operation.op in PRODUCTS and self.slots.device.type == "cuda"
 
     def _operands(self, operation: ForwardOperation) -> list[RoundedSlot | None]:
-        """Return how each operand of a product is rounded (None: unknown), except for the bias, which is added in float32."""
+        """Return how each operand of a product is rounded (None: unknown), but for the bias, added in float32."""
         weights = [self.slots.of((self._names[id(w)],), Role.WEIGHT) for w in operation.weights[:1] if id(w) in self._names]
         return [*(source.value.activation for source in operation.sources), *weights, *[None] * operation.num_unknown]
 
@@ -199,7 +199,7 @@ class RoundedValues(OperationListener):
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def _hook_errors(self, operation: ForwardOperation, out: Tensor, value: TrackedValue) -> None:
-        """Register hooks that round the gradients of an operation's inputs, or its output's, as `Simulate.sums` says."""
+        """Register hooks that round the gradients of an operation's inputs or output, as `Simulate.sums` says."""
         is_summed = self.how.sums == "rounded"
         if is_summed and value.error is not None:
             out.register_hook(self._rounder(value.error))

@@ -111,7 +111,7 @@ class SimulatedSession:
         return self._outline
 
     def following(self, path: str = LOSS) -> AbstractContextManager[None]:
-        """Return a context in which operations outside of the model, such as a loss, are rounded; `path` starts their names."""
+        """Return a context that rounds operations outside of the model, such as a loss; `path` starts their names."""
         return self._calls.following(path)
 
     def promote(self) -> None:
@@ -145,7 +145,7 @@ class SimulatedSession:
 
     @property
     def changes(self) -> Changes:
-        """The slots (tensors) that are not rounded as the plan requests, with reasons; complete after the first pass."""
+        """The tensors that are not rounded as the plan requests, with reasons; complete after the first pass."""
         rows = [Change(p.slot, "as planned", "raised", f"{p.share:.1%} overflowed by pass {p.forward}") for p in self.promotions]
         rows += [Change(slot, "a format", UNMODIFIED, reason) for slot, reason in self._slots.refused.items()]
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
@@ -257,7 +257,7 @@ class SimulatedSession:
             self._outline = Outline((), {})
             self._notes.append(f"the forward pass fails on fake tensors ({type(error).__name__}: {error})"[:200])
             return
-        named = [key.partition("=")[2] or key for key, _ in self.plan.rules]  # slots of a loss outside of the model among them
+        named = [key.partition("=")[2] or key for key, _ in self.plan.rules]  # some may be slots of a loss outside of the model
         of_loss = [((n,), role) for n in named if n.startswith(f"{LOSS}:") for role in (Role.ACTIVATION, Role.ERROR)]
         self._missing = tuple(self.plan.check([*self._outline.slots(), *of_loss]))
         self._values.set_outline(self._outline)
