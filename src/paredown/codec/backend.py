@@ -1,4 +1,4 @@
-"""This module chooses between Triton kernels and the CPU's codec for each call, and checks whether Triton is installed.
+"""`codec_for` chooses between Triton kernels and the CPU's codec for each call.
 
 The logger `paredown` reports the choice once per device and format.
 """

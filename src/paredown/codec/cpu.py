@@ -1,4 +1,4 @@
-"""The codec on the CPU runs loops that numba compiles (`loops.py`), or `reference.py` piece by piece, with the same bits.
+"""The codec on the CPU runs loops that numba compiles (`loops.py`), or `reference.py` on one piece after another.
 
 Where numba (the extra `cpu`) is missing, the reference encodes and decodes PIECE values at a time, so that its scratch memory stays below
 half a MiB; that takes 100 to 400 nanoseconds a value instead of 1 to 2. Importing numba and reading the compiled loops from disk takes 0.8
@@ -61,7 +61,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: 
 
 
 def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
-    """Write the values that `reference.decode_rows` returns into `out`, (rows, cols) and contiguous, and return `out`."""
+    """Write the values that `reference.decode_rows` returns into contiguous `out`, (rows, cols), and return `out`."""
     loops = find_loops(out)
     if loops is not None:
         numbers, tables = numbers_of(encoding.format, encoding.rounding, encoding.overflow, COVER)
@@ -74,7 +74,7 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
 
 
 def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that writes the values of `parts` into its argument, a contiguous tensor of rows * cols values."""
+    """Return a function that writes the values of `parts` into its argument, contiguous, of rows * cols values."""
     return lambda out: decode_rows(parts, encoding, out.view(rows, cols))
 
 
@@ -118,7 +118,7 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
 
 
 def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> bool:
-    """Write one bit per value of flat `x` into `out`, 1 where low < x < high; without numba do nothing and return False."""
+    """Write one bit per value of flat `x` into `out`, 1 where low < x < high; without numba only return False."""
     loops = find_loops(x)
     if loops is None or x.dtype not in MASKED:
         return False
@@ -153,7 +153,7 @@ NO_FLOATS, NO_WORDS, NO_BYTES = (np.empty(0, dtype) for dtype in (np.float32, np
 
 
 def find_loops(x: Tensor) -> ModuleType | None:
-    """Return the module `codec.loops`, which numba compiles; None without numba, or if importing it would take too long."""
+    """Return the module `codec.loops`, which numba compiles; None without numba, or if its import would not pay off."""
     numel = x.numel()
     if x.device.type != "cpu" or numel == 0 or not has_numba():
         return None
@@ -177,7 +177,7 @@ def has_numba() -> bool:
 
 
 class Patience:
-    """A count of the values that plain torch encoded: when it is large enough to repay the import, numba is imported."""
+    """A count of the values that plain torch encoded: when it is large enough to repay the import, numba is used."""
 
     def __init__(self) -> None:
         self.left = PATIENCE
@@ -312,10 +312,10 @@ def table_thresholds(element: Element, rounding: Rounding) -> Any:
 
 @lru_cache(maxsize=256)
 def _thresholds(element: Element, rounding: Rounding) -> tuple[Any, Any]:
-    """Return the thresholds of a table, and what reaching each adds to the code (1, or -1 modulo 2^32), for the loops."""
+    """Return for the loops the thresholds of a table, and what reaching each adds to the code (1, or -1 as uint32)."""
     thresholds, up = table_thresholds(element, rounding), np.float32(np.inf)
     if rounding is Rounding.STOCHASTIC:
-        thresholds = thresholds[:-1]  # of the code below; the largest value has none above it
+        thresholds = thresholds[:-1]  # thresholds of the code below; the largest value has none above it
     signs = np.ones(len(thresholds), np.uint32)
     across = [low for low, high in pairwise(element.table) if low < 0 < high]
     if rounding is Rounding.TOWARD_ZERO and across:  # up if low < y < 0, down from 0 on, and up from `high` on
@@ -350,7 +350,7 @@ def _pieces_of(encoding: Encoding, x: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def pieces(rows: int, cols: int, *, unit: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (row, column) slices that cover a (rows, cols) tensor, about `size` values each: whole rows, or parts of one row.
+    """Yield (row, column) slices of about `size` values that cover a (rows, cols) tensor: rows, or parts of one row.
 
     Parts of a row begin at multiples of `unit`.
 

@@ -73,7 +73,7 @@ def covers(format: Format) -> bool:
 
 
 def encode(x: Tensor, step: Tensor, order: list[int], *how_and_seed: Any) -> list[Tensor]:
-    """Encode `x`, with its dimensions permuted to `order`, and return [codes, scales] or [codes, scales, minimums], each 1-D.
+    """Encode `x` with dimensions permuted to `order`; return [codes, scales] or [codes, scales, minimums], each 1-D.
 
     `step` is one int32 on the device of `x`; `how_and_seed`: the last five arguments of `encode_flattened`.
     """
@@ -120,7 +120,7 @@ def _encoding(format: str, rounding: str, overflow: str) -> Encoding:
 
 
 def decode(parts: list[Tensor], format: str, dtype: torch.dtype, sizes: list[int], dims: list[int]) -> Tensor:
-    """Return the decoded values of codes, scales and minimums, in a tensor of `sizes` that is then permuted by `dims`."""
+    """Return the values of codes, scales and minimums, decoded into a tensor of `sizes` and permuted by `dims`."""
     return decode_in_graph(parts, Format.parse(format), prod(sizes), dtype).view(sizes).permute(dims)
 
 
@@ -199,7 +199,7 @@ def _first(x: Tensor, count: int) -> Tensor:
 
 
 def unpack_bits(bits: Tensor, sizes: list[int], dims: list[int]) -> Tensor:
-    """Return the booleans stored in `bits`, as a contiguous tensor of `sizes` with its dimensions permuted by `dims`."""
+    """Return the booleans stored in `bits`, as a contiguous tensor of `sizes` that is permuted by `dims`."""
     return unpack_mask_in_graph(bits, prod(sizes)).view(sizes).permute(dims)
 
 

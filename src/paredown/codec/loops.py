@@ -1,4 +1,4 @@
-"""These loops, which numba compiles, encode, decode and round on the CPU with the bits of `reference.py`, tile by tile.
+"""`encode` and `decode` are loops that numba compiles, with the bits of `reference.py` and without scratch tensors.
 
 A row is read in tiles of whole blocks that fit the first cache if possible, and each step below is a loop over a tile that LLVM turns into
 vector instructions:
@@ -70,7 +70,7 @@ def entry(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Call(NamedTuple):
-    """The arguments of one call: shape, dtype of the values, keys of the random bits, global index of the first value."""
+    """The arguments of one call: shape, dtype of the values, keys of the random bits, index of the first value."""
 
     rows: int
     cols: int
@@ -112,7 +112,7 @@ INTEGERS = (
     *("has_minus_zero", "is_float"),
     *("rounding", "rule", "block"),
     "scale",  # what scales are stored as
-    *("scale_mantissa_bits", "scale_offset", "scale_hole", "scale_most", "scale_nan"),  # of a scale that is stored as a code
+    *("scale_mantissa_bits", "scale_offset", "scale_hole", "scale_most", "scale_nan"),  # how a scale becomes a code
     *("has_tensor_scale", "minimum"),
     "max_exponent",
 )
@@ -175,7 +175,7 @@ def load(x, dtype, start, y):
 
 @inner
 def store(y, out, dtype, start):
-    """Write `y` to the tensor memory `out` from index `start` on, rounded to `dtype`; finite float16 values stay finite."""
+    """Write `y`, rounded to `dtype`, to tensor memory `out` from index `start` on; finite values stay finite."""
     count = len(y)
     if dtype == FLOAT32:
         floats = out.view(np.float32)[start : start + count]
@@ -224,7 +224,7 @@ def fill_bits(bits, call, place):
 
 @inner
 def integer_codes(y, bits, codes, lost, n):
-    """Write the codes of `y` in an integer element, mark the values without a code in `lost`, and return their number."""
+    """Write the codes of `y` in an integer element, mark values without a code in `lost`, and return their number."""
     mask, nonfinite = S((1 << n.width) - 1), np.uint8(n.is_nonfinite)
     low, high = n.min_value, n.max_value
     below, above = F(low - F(1)), F(high + F(1))
@@ -452,7 +452,7 @@ def unpack(packed, width, codes):
 
 @inner
 def place_of(b, block, begin, count):
-    """Return the first and last index (exclusive) of block `b` within a tile that starts at column `begin` of its row."""
+    """Return the first and last index (exclusive) of block `b` within a tile that starts at column `begin`."""
     return np.uint64(max(b * block - begin, 0)), np.uint64(min((b + 1) * block - begin, count))
 
 
@@ -524,7 +524,7 @@ def scale_code(scale, n):
 
 @inner
 def choose_scales(top, low, high, tensor_scale, n, scale_values, codes, scales, minimums):
-    """Write each block's scale and minimum, rounded as they are stored, from its largest magnitude and extreme values."""
+    """Write each block's scale and minimum, rounded as stored, from its largest magnitude and extreme values."""
     for b in range(len(top)):
         largest = from_bits(top[b])
         if n.minimum:
@@ -550,7 +550,7 @@ def read_floats(memory, kind, start, y):
 
 @inner
 def read_scales(parts, start, tensor_scale, n, scale_values, codes, scales, minimums):
-    """Read the stored scales and minimums of len(scales) blocks, from block `start` on, into the last three arguments."""
+    """Read the stored scales and minimums of len(scales) blocks, from block `start` on, into the last 3 arguments."""
     if n.scale == CODE:
         for b in range(len(scales)):
             codes[b] = parts.scales[start + b]
@@ -582,7 +582,7 @@ def mark_broken(b, n, broken, codes, scales, minimums):
 
 @inner
 def find_broken(top, n, broken, codes, scales, minimums):
-    """Mark blocks with a value or scale that is not finite in `broken`, with scale NaN, and return whether there are any."""
+    """Mark blocks with a value or scale that is not finite, set their scale to NaN, and return whether any are."""
     found = False
     for b in range(len(top)):
         broken[b] = 0
@@ -634,7 +634,7 @@ def multiply_by_scales(y, begin, first_block, n, scales, minimums):
 
 @inner
 def mark_lost(codes, lost, begin, first_block, n, broken, scale_codes, scales, minimums):
-    """Mark blocks with values without a code as broken and set their codes to 0; return whether any are newly broken."""
+    """Mark blocks that have a value without a code as broken, with codes 0; return whether any are newly broken."""
     end, is_new = begin + len(codes), False
     for b in range(begin // n.block, (end - 1) // n.block + 1):
         start, stop = place_of(b, n.block, begin, len(codes))
@@ -653,7 +653,7 @@ def mark_lost(codes, lost, begin, first_block, n, broken, scale_codes, scales, m
 
 @inner
 def group_len(block, cols):
-    """Return how many values of a row are encoded at once: whole blocks that fill whole bytes, at most a tile if possible."""
+    """Return how many values of a row are encoded at once: whole blocks and bytes, at most a tile if possible."""
     unit = max(block, 1)
     while unit % 8:
         unit *= 2
@@ -662,7 +662,7 @@ def group_len(block, cols):
 
 @inner
 def find_ends(y, begin, first_block, n, top, low, high):
-    """Write each block's largest magnitude in `y`, and if there are minimums its two extreme values, all as integers."""
+    """Write each block's largest magnitude in `y`, and for minimums its two extreme values, all as integers."""
     top[:], low[:], high[:] = S(0), S(0x7FFFFFFF), S(-0x80000000)
     largest_of_blocks(y, begin, n.block, first_block, top)
     if n.minimum:
@@ -805,7 +805,7 @@ def pack_mask(x, dtype, low, high, out):
 
 @entry
 def select(bits, inside, outside, out):
-    """Write `inside` into `out` where the bit is 1, else `outside`; all three are arrays of words as wide as the values."""
+    """Write `inside` into `out` where the bit is 1, else `outside`: arrays of words as wide as the values."""
     flags, step = np.empty(TILE, np.uint8), 0 if len(inside) == 1 else 1
     for begin in range(0, len(out), TILE):
         target = out[begin : begin + TILE]

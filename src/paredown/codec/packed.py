@@ -206,14 +206,14 @@ class FlatCodec(ABC):
 
     @abstractmethod
     def decode(self, stored: Any, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        """Return the decoded values of `stored`, which `encode` returned, in a new tensor of these sizes and strides."""
+        """Return the decoded values of `stored`, which `encode` returned, in a new tensor of this size and stride."""
 
     @abstractmethod
     def packed(self, stored: Any) -> PackedTensor:
         """Return `stored`, which `encode` returned, as a flat packed tensor."""
 
     def recompute(self, stored: Any, steps: Any, dtype: torch.dtype, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
-        """Return the results of applying `steps`, a norm and an activation function (`DecodeSteps`), to the decoded values.
+        """Return the results of `steps` (`DecodeSteps`: a norm and an activation function) on the decoded values.
 
         They are in a new dense tensor of `layout` (sizes, strides). Only codecs with `takes_address` have this method.
         """
@@ -256,7 +256,7 @@ def flat_codec(like: Tensor, numel: int, format: Format, how: tuple[Rounding, Ov
 
 
 def decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that writes the decoded values of `packed` into its argument, a contiguous tensor of the same shape.
+    """Return a function that writes the values of `packed` into its argument, a contiguous tensor of the same shape.
 
     What depends on size and format is looked up once. If codes later change in place, the next call reads the new ones.
     """
@@ -279,7 +279,7 @@ def round_trip(
     scales: PackedTensor | Tensor | str = COVER,
     order: str = "memory",
 ) -> Tensor:
-    """Return decode(encode(x)): `x` rounded to values of `format`, in its shape and dtype; the gradient passes unchanged."""
+    """Return decode(encode(x)), `x` rounded to values of `format`, in its dtype; the gradient passes unchanged."""
     _check_tensor(x, "round_trip")
     encoding = _encoding(format, rounding, overflow, seed, scales)
     dims = _dims(x, encoding, scales, order)
@@ -333,7 +333,7 @@ def _dims(x: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str, or
 
 
 def _as_rows(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return `x` as contiguous (rows, cols), with dimensions in this order: a view if memory has that order, else a copy."""
+    """Return `x` as contiguous (rows, cols) with dimensions in this order: a view if memory allows it, else a copy."""
     x = x.detach()
     if not x.is_contiguous() or dims != tuple(range(x.ndim)):
         x = x.permute(dims).contiguous()
@@ -357,7 +357,7 @@ def _from_header(text: Any, parts: PackedParts) -> PackedTensor:
 
 
 def _check_parts(packed: PackedTensor) -> None:
-    """Raise CodecError if codes, scales or minimums have shapes, dtypes or devices that do not fit format and shape."""
+    """Raise CodecError if the shapes, dtypes or devices of codes, scales or minimums do not fit format and shape."""
     format, device = packed.format, torch.device("meta")
     rows, cols = format.rows_and_cols([packed.shape[d] for d in packed.order])
     tensor_scale = torch.empty((), device=device) if format.has_tensor_scale else None
@@ -408,7 +408,7 @@ def _checked_encoding(text: str, rounding: Rounding, overflow: Overflow, rule: s
 
 
 def default_overflow(format: Format) -> Overflow:
-    """Return the overflow that a format has by default: SATURATE with blocks, whose scales cover all values, else NONFINITE.
+    """Return a format's default overflow: SATURATE with blocks, whose scales cover all values, else NONFINITE.
 
     uintN without a minimum, which may receive negative values, has NONFINITE too.
     """

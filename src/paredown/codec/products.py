@@ -59,7 +59,7 @@ NO_INSTRUCTIONS = (
     "{device} has no matrix products in {element}: they need CUDA compute capability {needed}{have}. A plan with products in {other}, in "
     "auto, or without products may do; on a CPU they are computed in float32."
 )
-NODE = "RowProduct"  # in the table of operations
+NODE = "RowProduct"  # name in autograd's table of operations
 # names of the operations
 QUANTIZE, PRODUCT, COLUMNS, TRANSPOSED = "quantize_rows", "row_product", "quantize_columns", "transposed_codes"
 
@@ -182,7 +182,7 @@ class SharedCodes:
         self._codes: tuple[Tensor, Tensor] | None = None
 
     def codes(self, x: Tensor, matrix: Tensor, element: str) -> tuple[Tensor, Tensor]:
-        """Return (codes, scales) of `matrix`, a 2-D view of `x`; if `x` is unchanged since the last call, the same ones."""
+        """Return (codes, scales) of `matrix`, a 2-D view of `x`: those of the last call if `x` is still the same."""
         key = x._version, element
         if self._codes is None or self._of is None or self._of() is not x or self._key != key:
             with torch.no_grad():
@@ -201,7 +201,7 @@ class RowProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, element: str, dtype: torch.dtype, given: Any) -> Tensor:
-        """Return x W^T of the quantized x and weight, in `dtype`; `given`: (codes, scales) of x, None to compute them."""
+        """Return x W^T of the quantized x and weight, in `dtype`; `given`: (codes, scales) of x, or None."""
         with torch.autocast(x.device.type, enabled=False):
             codes, scales = given or torch.ops.paredown.quantize_rows(x, element)
             weight_codes, weight_scales = torch.ops.paredown.quantize_rows(weight, element)

@@ -1,4 +1,4 @@
-"""These functions recompute the output of a norm and an activation function from packed input, and pack masks of ReLU.
+"""`recompute` returns the output of a norm and an activation function on packed input; `pack_mask` packs ReLU's mask.
 
     y = f((x - mean[s]) * rstd[s] * weight[c] + bias[c])      with a norm; c = (i // inner) % channels, the channel of value i
                                                               s = c, or s = i // channels for norms over rows (LayerNorm)
@@ -41,7 +41,7 @@ PIECE = 1 << 16  # values at a time: 1 MiB of scratch memory, most of it indices
 
 
 def pack_mask(x: Tensor, low: float, high: float) -> Tensor:
-    """Return one bit for each value of dense `x`, in its memory order, as ceil(numel / 8) bytes: whether low < x < high."""
+    """Return one bit for each value of dense `x`, in memory order, as ceil(numel / 8) bytes: whether low < x < high."""
     kernels = backend.find_kernels() if x.is_cuda else None
     if kernels is not None:
         return kernels.pack_mask(x, low, high, empty_mask(x))
@@ -67,7 +67,7 @@ def empty_mask(x: Tensor) -> Tensor:
 
 
 def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> Tensor:
-    """Write `inside` into flat, contiguous `out` where the mask's bit is 1 and `outside` where it is 0, and return `out`."""
+    """Write `inside` into flat, contiguous `out` where the mask's bit is 1, else `outside`, and return `out`."""
     kernels = backend.find_kernels() if out.is_cuda else None
     if kernels is not None:
         return kernels.unpack_mask(bits, out, inside, outside)
@@ -157,7 +157,7 @@ class Norm:
 
     @property
     def shape(self) -> tuple[int, int, bool, bool, bool]:
-        """Constants of kernels: channels, values per channel, and whether it is by row, has a weight, and has a bias."""
+        """Constants for kernels: channels, values per channel, and if the norm is by row, has a weight, has a bias."""
         return self.channels, self.inner, self.by_row, self.weight is not None, self.bias is not None
 
     def _versions(self) -> tuple[int, int]:
@@ -175,7 +175,7 @@ class Norm:
 
 @dataclass(eq=False, slots=True)
 class DecodeSteps:
-    """The operations to apply to decoded values: a norm, then an activation function, or a ReLU with its mask in `bits`.
+    """The operations to apply to decoded values: a norm, then an activation function (for ReLU its mask `bits`).
 
     `activation` is the name of the function: "" (none), "gelu", "gelu_tanh", "silu" or "relu".
     """
@@ -186,7 +186,7 @@ class DecodeSteps:
 
 
 def recompute(packed: PackedTensor | Tensor, steps: DecodeSteps, dtype: torch.dtype, layout: Layout | None = None) -> Tensor:
-    """Return the output of `steps` (a norm, an activation function) on a flat tensor, in `dtype` and, if given, `layout`."""
+    """Return the output of `steps` (a norm, an activation function) on a flat tensor, in `dtype` and `layout`."""
     if steps.norm is not None:
         steps.norm.check()
     size, stride = layout if layout is not None else ((packed.shape.numel(),), (1,))

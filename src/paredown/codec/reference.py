@@ -1,4 +1,4 @@
-"""These functions define encode, decode and round_trip in plain torch; every other implementation returns the same bits.
+"""These functions define encode, decode and round_trip in plain torch; all other implementations give the same bits.
 
 A tensor is laid out as (rows, cols); `formats/format.py` draws it. In float32 and correctly rounded, for each block:
 
@@ -86,7 +86,7 @@ COVER = "cover"
 
 @dataclass(frozen=True)
 class PackedParts:
-    """The tensors of a packed tensor: codes (rows, row_bytes) uint8, scales and minimums (rows, blocks), tensor_scale ().
+    """What a packed tensor stores: codes (rows, row_bytes) uint8, scales and minimums (rows, blocks), tensor_scale ().
 
     Scales in fp32 and bf16 are tensors of that dtype, those in e8m0 and 8-bit floats are uint8 codes.
     """
@@ -170,7 +170,7 @@ def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow
 
 
 def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes to which `y` rounds in a float or integer element, and a mask of the values that are out of range."""
+    """Return the codes to which `y` rounds in a float or integer element, and a mask of values out of range."""
     k = rounded_magnitude(y.abs().nan_to_num(0.0, posinf=torch.finfo(torch.float32).max), element, rounding, bits)
     negative = torch.signbit(y)
     limit = torch.where(negative, element.min_code, element.max_code)
@@ -209,7 +209,7 @@ def _rounds_up(fraction: Tensor, code: Tensor, rounding: Rounding, bits: Tensor 
 
 
 def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes to which `y` rounds in an element that is a table of values, and a mask of the values out of range.
+    """Return the codes to which `y` rounds in an element that is a table of values, and a mask of values out of range.
 
     A tie between values of e8m0 becomes the larger one, as in ml_dtypes.
     """
@@ -339,7 +339,7 @@ def rounded_down(x: Tensor, element: Element) -> Tensor:
 
 
 def ocp_scale(largest: Tensor, element: Element) -> Tensor:
-    """Return the scale of the OCP MX standard, 2^(floor(log2 largest) - floor(log2 max_value)), limited to e8m0's range.
+    """Return the scale of the OCP MX standard, 2^(floor(log2 largest) - floor(log2 max_value)), within e8m0's range.
 
     Blocks of zeros get the smallest value of e8m0.
     """
@@ -363,7 +363,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: 
 
     `given`: the scales under rule "given", and the tensor scale if the format has one. `bits`: a random integer for each value, or None.
 
-    Elements without inf and NaN saturate if there is no block scale to set to NaN; `packed.encode` raises for such values before.
+    Elements without inf and NaN saturate if there is no block scale to set to NaN; `packed.encode` raises before it calls this.
     """
     format, x = encoding.format, x.float()
     if format.block is None:
@@ -405,7 +405,7 @@ def scaled(x: Tensor, parts: PackedParts, encoding: Encoding) -> Tensor:
 
 
 def decode_rows(parts: PackedParts, format: Format, cols: int, dtype: torch.dtype) -> Tensor:
-    """Return the decoded values (rows, cols) of `parts` in `dtype`. Finite values past float16's largest stay finite."""
+    """Return the decoded values (rows, cols) of `parts` in `dtype`; finite values stay finite in float16."""
     assert parts.codes is not None
     y = values_of(unpack_bits(parts.codes, format.element.width, cols), format.element)
     if format.block:

@@ -32,7 +32,7 @@ Job = tuple[Tensor, Tensor, int]  # x, out, row of the table
 
 
 def is_live(format: Format | None) -> bool:
-    """Return whether a kernel can read this format from device memory at run time: it has no block and no table of values.
+    """Return whether a kernel can read this format from device memory: it has no block and no table of values.
 
     The result is True for None, which stands for unmodified values."""
     return format is None or (
@@ -82,14 +82,14 @@ def round_trip_(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
 
 
 class RuntimeFormatTable:
-    """A table in device memory with a format and a seed in each of `capacity` rows, which kernels read when they run."""
+    """A table in device memory with a format and a seed in each of `capacity` rows, which kernels read."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.rows = torch.zeros((capacity, NUM_COLUMNS), dtype=torch.int32, device=device)
         self.device = device
 
     def set(self, rows: dict[int, tuple[Format | None, Overflow | None]]) -> None:
-        """Write the format and overflow mode of each row in `rows` to the device, in one copy; format None: no rounding."""
+        """Write the format and overflow mode of each row in `rows` to the device at once; format None: no rounding."""
         self._write({row: fields_of(*fields) for row, fields in rows.items()}, slice(NUM_FIELDS))
 
     def set_seeds(self, seeds: dict[int, Seed]) -> None:
@@ -109,7 +109,7 @@ class RuntimeFormatTable:
     def round_many(
         self, jobs: Sequence[Job], rounding: Rounding, step: Tensor, memory: Tensor, *, is_captured: bool = False
     ) -> BatchedRoundTrip:
-        """Round tensors in one kernel launch, each by its row of the table: `jobs` are (x, out, row), float32 without gaps.
+        """Round tensors in one launch, each by its row of the table; `jobs`: (x, out, row), float32 without gaps.
 
         `memory`: int64 on the device, as many as `words_for` says, for the launch's arguments. `is_captured`: a CUDA graph is being
         captured, and the caller calls `write()` of the result before the graph runs.

@@ -1,4 +1,4 @@
-"""The codec as Triton kernels, with the bits of `reference.py`; `backend.py` imports this package if Triton is there."""
+"""The codec as Triton kernels, with the bits of `reference.py`; `backend.py` imports it if Triton is there."""
 
 from paredown.codec.kernels.flat import (  # noqa: F401
     BufferCodec,

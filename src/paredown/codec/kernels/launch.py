@@ -1,8 +1,8 @@
 """`Launch` calls a Triton kernel again without Triton's binding of arguments, which takes 60 to 80 microseconds.
 
 A `Launch` is a kernel with its grid, its constants and those arguments that do not change. The first call for a device and dtypes goes
-through Triton and keeps the compiled kernel, later ones call that directly. What else Triton compiles for is the same each time: pointers
-are multiples of 16 (if one is not, Triton binds), and integers that it looks at are among those that do not change. Where Triton is
+through Triton and keeps the compiled kernel, later ones call that directly. All else that Triton specializes on is the same each time:
+pointers are multiples of 16 (if one is not, Triton binds), and integers that it specializes on are fixed arguments. Where Triton is
 interpreted, has launch hooks (a profiler), or its launcher takes other arguments, every launch goes through Triton. `Direct` spares the
 launcher too, which is a Python object around a C function (`compiled_launch`).
 """
@@ -170,7 +170,7 @@ class Direct:
         try:
             for launch, grid, before, rest in compiled:
                 launch(grid, 1, 1, stream, *before, *addresses, *rest)
-        except TypeError:  # of a Triton whose launcher takes other arguments: `Launch` finds that out too
+        except TypeError:  # this Triton's launcher takes other arguments: `Launch` finds that out too
             self._compiled[key] = None
             return False
         return True

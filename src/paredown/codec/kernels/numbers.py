@@ -104,7 +104,7 @@ def power_of_two(x, EXPONENT: tl.constexpr):
 
 @triton.jit
 def top_bits(random, COUNT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the number to add to the COUNT bits that rounding then drops: random bits, one half, or 0, as ROUNDING says."""
+    """Return what to add to the COUNT bits that rounding drops: random bits, one half, or 0, as ROUNDING says."""
     if ROUNDING == STOCHASTIC:
         if COUNT == 0:
             return tl.zeros_like(random).to(tl.int32)
@@ -118,7 +118,7 @@ def top_bits(random, COUNT: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def round_normal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the code to which a float32 (bits `a`) of at least 2^MIN_EXPONENT rounds; it may be above the largest code."""
+    """Return the code to which a magnitude >= 2^MIN_EXPONENT (bits `a`) rounds; it may be above the largest code."""
     DROPPED: tl.constexpr = 23 - MANTISSA_BITS
     a = a - ((126 + MIN_EXPONENT) << 23)  # the exponent that the code has
     if DROPPED > 0:
@@ -209,7 +209,7 @@ def with_sign(k, bits, ELEMENT: tl.constexpr):
 
 @triton.jit
 def finish_float(k, bits, ELEMENT: tl.constexpr):
-    """Return the code of a float, with sign, infinity or NaN, from the code `k` of its magnitude and its float32 `bits`."""
+    """Return a float's code, with sign, infinity or NaN, from the code `k` of its magnitude and its float32 `bits`."""
     MAX_CODE: tl.constexpr = ELEMENT[5]
     SPECIAL: tl.constexpr = ELEMENT[6]
     NAN_CODE: tl.constexpr = ELEMENT[8]

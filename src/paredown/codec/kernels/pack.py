@@ -230,7 +230,7 @@ def choose_minimum(x, inside, MINIMUM: tl.constexpr, MASKED: tl.constexpr):
 def choose_scale(
     largest, tensor_scale, MAX_VALUE, ELEMENT: tl.constexpr, SCALE: tl.constexpr, RULE: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr
 ):
-    """Return the scale to store (float32 bits, bf16 bits or a code) for blocks with the finite largest magnitude `largest`."""
+    """Return the scale to store (float32 bits, bf16 bits or a code) for blocks whose largest magnitude is `largest`."""
     if RULE == OCP:
         exponent = as_bits(largest) >> 23
         exponent = tl.where(exponent == 0, (as_bits(largest * 16777216.0) >> 23) - 24, exponent)  # subnormal: by 2^24 first

@@ -1,4 +1,4 @@
-"""These kernels quantize the rows or the columns of a matrix for products of 8-bit codes (codec/products.py).
+"""These kernels quantize the rows or columns of a matrix for the products of `codec/products.py`.
 
     rows       scale of each row, then its codes: one program for each row
     columns    scale of each column of g * s (one pass over tiles, joined by atomic maxima), then the codes, transposed in registers
@@ -49,7 +49,7 @@ def coded(values, scale, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
 
 @triton.jit
 def scale_of(bits, LARGEST: tl.constexpr, LEAST: tl.constexpr):
-    """Return max(largest magnitude, LEAST) / LARGEST, the scale of a row or column; `bits`: the magnitude's float32 bits."""
+    """Return max(magnitude, LEAST) / LARGEST, the scale of a row or column, from its largest magnitude's `bits`."""
     magnitude = bits.to(tl.float32, bitcast=True)
     return tl.where(magnitude < LEAST, LEAST, magnitude) / LARGEST
 
@@ -77,7 +77,7 @@ def largest_kernel(
     g_ptr, s_ptr, bits_ptr, _codes_ptr, _scales_ptr, rows, cols, stride, num_tiles, num_parts,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Raise the int32 at `bits_ptr`, one per column, to the float32 bits of the largest magnitude of each column of g * s.
+    """Raise the int32 at `bits_ptr`, one per column, to the float32 bits of the largest |g * s| in the column.
 
     g is (rows, cols), s has one factor for each row."""
     at_col = (tl.program_id(0) // num_parts) * TILE_COLS + tl.arange(0, TILE_COLS)
@@ -113,7 +113,7 @@ def columns_kernel(
 
 @triton.jit
 def transpose_kernel(codes_ptr, out_ptr, rows, cols, padded, num_tiles, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
-    """Store the transpose of a (rows, cols) matrix of bytes, each of its rows filled up to `padded` bytes with zeros."""
+    """Store the transpose of a (rows, cols) matrix of bytes, with zeros up to `padded` bytes in each row."""
     at_row = (tl.program_id(0) % num_tiles) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     at_col = (tl.program_id(0) // num_tiles) * TILE_COLS + tl.arange(0, TILE_COLS)
     inside = (at_row < rows)[:, None] & (at_col < cols)[None, :]

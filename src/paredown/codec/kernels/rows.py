@@ -1,4 +1,4 @@
-"""Host functions prepare launches of the kernels that encode, decode and round rows, and say which formats these cover."""
+"""Host functions prepare launches of the kernels that encode, decode and round rows, and say what these cover."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def round_many(owners: Tensor, table: Tensor, rounding: Rounding, step: Tensor, 
 
 @lru_cache(maxsize=4096)
 def round_trips(numel: int, rounding: Rounding, step_in_memory: bool, wide: bool, keys_in_memory: bool = False) -> list[Launch]:
-    """Return the launches of `round_trip_kernel` that round `numel` values; `wide`: element indices may be past 2^32."""
+    """Return the launches of `round_trip_kernel` for `numel` values; `wide`: element indices may be past 2^32."""
     where = {"STEP_IN_MEMORY": step_in_memory, "KEYS_IN_MEMORY": keys_in_memory}
     constants = {"ROUNDING": ROUNDINGS[rounding].value, **where, "WIDE": wide}
     launches: list[Launch] = []
@@ -280,7 +280,7 @@ def shared_of(parts: PackedParts, like: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 class RowTiles(NamedTuple):
-    """The tiles that one kernel launch covers: how many, the kernel's arguments for them, and its compile-time constants."""
+    """The tiles of one kernel launch: how many, the kernel's arguments for them, and its compile-time constants."""
 
     count: int
     offsets: tuple[int, int, int, int, int]  # first_tile, tiles_per_row, cols, row_bytes, blocks_per_row

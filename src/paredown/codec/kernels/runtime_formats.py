@@ -1,8 +1,8 @@
-"""These kernels round values to a float or integer element without blocks that they read from memory when they run.
+"""These kernels round values to elements without blocks that they read from memory when they run.
 
-The element is twelve int32 in memory (`describe`), so one compiled kernel, and one captured CUDA graph, serves every format. Per value,
-in float32 bits: normals are rounded by adding below the last kept bit and clearing what is below, subnormals by scaling to
-an integer; what lies past the largest value is replaced.
+An element, a float or an integer, is twelve int32 in memory (`describe`), so one compiled kernel, and one captured CUDA graph, serves
+every format. Per value, in float32 bits: normals are rounded by adding below the last kept bit and clearing what is below, subnormals
+by scaling to an integer; what lies past the largest value is replaced.
 
     x  [ x0 x1 x2 x3 x4 x5 x6 x7 ]  ->  [ r(x0) ... r(x7) ]      8 bytes move for each float32
 """
@@ -95,7 +95,7 @@ def round_trip_kernel(
     ROUNDING: tl.constexpr, STEP_IN_MEMORY: tl.constexpr, KEYS_IN_MEMORY: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Round each value of x to the element at `spec_ptr`; if KEYS_IN_MEMORY, the keys of its random bits follow there."""
+    """Round each value of x to the element at `spec_ptr`; with KEYS_IN_MEMORY, the random bits' keys follow there."""
     start = (tl.program_id(0).to(tl.int64) + first_tile) * TILE
     inside = tl.arange(0, TILE) < tl.minimum(numel - start, TILE).to(tl.int32)
     x = load_values(x_ptr + start, tl.arange(0, TILE), inside, MASKED)
