@@ -48,7 +48,7 @@ ROW_MULTIPLE = 128  # chunks of more rows are a multiple of this: whole tiles of
 ROW_ALIGNMENT = {"cuda": 64}
 SECOND = "a loss in chunks has no second derivative, which create_graph=True requests: use apply(plan, model, chunked_loss=False)."
 NO_BACKWARD = -1  # id of the current graph task outside backward
-KERNEL_DEVICES = {"cuda": True}  # by type
+KERNEL_DEVICES = {"cuda": True}  # device types on which the kernel runs
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT16_SUM = 1024.0  # of the scales of all rows in float16: smaller sums underflow, larger ones overflow
 
@@ -65,7 +65,7 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """A transform of logits that consists of casts, products with numbers, and tanh, with its gradient.
+    """A transform of logits that consists of casts, products with numbers, and tanh.
 
     Its gradient is computed without autograd, which is not available inside operators.
     `calls`: ("to", the name of a dtype), ("mul", a number), ("div", a number) and ("tanh", None), in order.
@@ -101,7 +101,7 @@ class Elementwise:
 
     def gradient(self, logits: Tensor, gradient: Tensor) -> Tensor:
         """Return the gradient of the logits, given the gradient of the transformed logits."""
-        results = [logits]  # before the first call, and of each call
+        results = [logits]  # the logits before the first call, and the result of each call
         for name, value in self.calls:
             results.append(ELEMENTWISE[name](results[-1], value))
         while len(results) > 1:
@@ -133,7 +133,7 @@ def elementwise_call(name: str, number: Any, dtype: torch.dtype) -> tuple[str, A
 
 def without_last_casts(calls: Sequence[tuple[str, Any]], dtype: torch.dtype) -> Elementwise | None:
     """Return `calls` without final casts to float32, since the loss computes in float32; None if no call is left."""
-    wide = [dtype is torch.float64]  # before each call
+    wide = [dtype is torch.float64]  # whether logits are float64 before each call
     for name, value in calls:
         wide.append(value == "float64" if name == "to" else wide[-1])
     count = len(calls)
@@ -237,7 +237,7 @@ class Problem:
 
     @property
     def scales(self) -> tuple[float, ...] | None:
-        """The factors before and after each tanh in the transform of logits; None if no kernel supports the transform."""
+        """The factors before and after each tanh in the transform of logits; None if kernels do not support it."""
         transform = self.settings.transform
         if transform is None:
             return (1.0,)
@@ -288,7 +288,7 @@ class Rows:
         return losses.masked_fill_(~is_used, 0.0)[:, 0]
 
     def fused_(self, logits: Tensor, part: slice, scale: Tensor | float | None) -> Tensor:
-        """Return the losses of a chunk, and overwrite `logits` by their gradient unless `scale` is None, in one kernel."""
+        """Return the losses of a chunk; with `scale`, `logits` are overwritten by their gradient in the same kernel."""
         if hasattr(logits, "fake_mode"):  # a trace: the kernel allocates nothing but the losses
             logits.mul_(1.0)
             return torch.empty(len(logits), dtype=self._dtype)
@@ -299,7 +299,7 @@ class Rows:
         return losses_and_gradient_(logits, self._target[part].contiguous(), numbers, weights, scale, self._scales)
 
     def gradient_(self, log_probs: Tensor, part: slice, scale: Tensor | float) -> Tensor:
-        """Return the gradient of a chunk's losses with respect to its logits, times `scale`; it overwrites `log_probs`."""
+        """Return `scale` times the gradient of a chunk's losses for its logits, in the memory of `log_probs`."""
         target, own, smooth, _ = self._terms(part)
         own, smooth = own * scale, smooth * scale if smooth is not None else None
         gradient = log_probs.exp_().mul_(own if smooth is None else own + smooth * self.weights_sum)
@@ -467,12 +467,12 @@ def run_chunks(linear: Linear, problem: Problem, scale: Tensor | float | None) -
             del log_probs
         if scale is not None:
             linear.add_gradients(part, logits, values)
-        del logits, values  # before the next chunk's logits
+        del logits, values  # to free them before the next chunk's logits are computed
     return torch.cat(losses) if losses else problem.target.new_zeros(0, dtype=dtype), rows.total
 
 
 def reduced_loss(linear: Linear, problem: Problem, *, has_gradients: bool) -> tuple[Tensor, Tensor]:
-    """Return the sum or mean of all losses, and the factor by which the gradients in `linear` must still be multiplied."""
+    """Return the sum or mean of all losses, and the factor that the gradients in `linear` must still get."""
     scale = scale_of_rows(problem, len(problem.target)) if has_gradients else None
     losses, total = run_chunks(linear, problem, scale)
     divisor = total if problem.options.reduction == "mean" else torch.ones_like(total)
@@ -490,7 +490,7 @@ def accumulation_dtype(dtype: torch.dtype | None) -> torch.dtype:
 
 
 def scale_of_rows(problem: Problem, num_rows: int) -> float:
-    """Return the factor of gradients between forward and backward: 1, or less in float16, so that sums do not overflow."""
+    """Return the scale of gradients between forward and backward: 1, or less in float16 to avoid overflow."""
     if problem.settings.dtype is not torch.float16 or num_rows <= FLOAT16_SUM:
         return 1.0
     return 2.0 ** -ceil(log2(num_rows / FLOAT16_SUM))

@@ -1,4 +1,4 @@
-"""`DeferredLogits` are not computed until something reads them; cross entropy computes them in chunks, never all at once.
+"""`DeferredLogits` are computed only if something reads them; cross entropy computes them chunk by chunk.
 
 In training, the output head of a language model (loss/output_head.py) returns `DeferredLogits`, which hold the hidden states:
 
@@ -16,7 +16,7 @@ All logits are computed at most once, under the autocast settings of the head's 
 writes into them, registers a hook on them, or returns something that shares their memory (`.data`, `.detach()`, a view) makes them
 ordinary logits for all later functions.
 
-The operands of the head are held as they were at its call (loss/held_linear.py). Errors: logits that are first read after an operand has
+The operands of the head are kept as they were at its call (loss/held_linear.py). Errors: logits that are first read after an operand has
 changed, which cannot be computed any more; and requests of the logits' gradient after a loss in chunks, which has none.
 """
 
@@ -58,7 +58,7 @@ from paredown.loss.recorded_calls import (
 from paredown.optim.packed_parameter import KINDS, OTHERS, SIZES, WRITES
 
 ABOUT = frozenset((*SIZES, *KINDS, *OTHERS, "__hash__", "requires_grad_"))  # functions that need no values
-NEED_VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag", "data", "grad"))  # attributes that do
+NEED_VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag", "data", "grad"))  # attributes that need values
 SUMS = frozenset(("add", "__add__", "__radd__"))
 HOOKS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
 NUMBERS = (float, bool, str, type(None))  # results that share no memory
@@ -78,7 +78,7 @@ class HeadUse:
 
     path: str
     device: str | None = None  # type of the device that a trace is for, which fake tensors do not have
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # of losses in chunks: traces record their memory
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # of losses in chunks: in it traces record memory
     num_deferred: int = 0
     num_losses: int = 0
     num_graphs: int = 0
@@ -132,11 +132,11 @@ class DeferredLogits(Tensor):
     is_deferred = True
     family: LogitsFamily
     rows: Tensor  # hidden states, of the shape of the logits but for the last dimension
-    calls: tuple[RecordedCall, ...]  # elementwise ones, in order
+    calls: tuple[RecordedCall, ...]  # elementwise calls so far, in order
     form: Layout
     parent: DeferredLogits | None  # the logits from which `call` made these
     call: RecordedCall | None
-    adapter: tuple[Tensor, DeferredLogits] | None  # logits of an adapter, which are added: their scaled hidden states, and they
+    adapter: tuple[Tensor, DeferredLogits] | None  # an adapter's scaled hidden states, and its logits, which are added
     is_class_first: bool  # whether the classes are dimension 1, as cross entropy takes more than two dimensions
     _logits: Tensor | None
 
@@ -316,7 +316,7 @@ def record(logits: DeferredLogits, call: RecordedCall) -> DeferredLogits | None:
 
 
 def sum_of(terms: Sequence[Any]) -> DeferredLogits | None:
-    """Return the sum of the deferred logits of a head and of its adapter as one deferred tensor; None for other terms."""
+    """Return the sum of a head's and its adapter's deferred logits as one deferred tensor; None for other terms."""
     logits, other = terms[0], terms[-1]
     if len(terms) != 2 or not isinstance(other, DeferredLogits) or other.form.size != logits.form.size or other.family.is_real:
         return None
@@ -398,7 +398,7 @@ class Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Tensor], gradients: Callable[..., Sequence[Tensor | None]], *inputs: Any) -> Tensor:
-        """Return the deferred tensor that `make` returns; `gradients` computes the gradients of `inputs` in backward."""
+        """Return the deferred tensor that `make` returns; `gradients` computes the gradients of `inputs`."""
         ctx.gradients = gradients
         return make()
 

@@ -1,4 +1,4 @@
-"""`rewrite_head` makes cross entropies in graphs of torch.compile chunked, and defers logits that leave the graph.
+"""`rewrite_head` puts a cross entropy in chunks into a graph of torch.compile, and defers logits that leave it.
 
 It edits the graph that Dynamo makes, before autograd is traced. It follows the result of the head's linear layer through the
 functions that deferred logits record (loss/deferred_logits.py):
@@ -96,7 +96,7 @@ class DeferredOutputs:
 def rewrite_head(gm: fx.GraphModule, inputs: Sequence[Any], module: nn.Linear, use: HeadUse) -> DeferredOutputs | None:
     """Rewrite a graph of Dynamo so that the loss of `module`'s logits is computed in chunks.
 
-    `inputs`: the examples of its placeholders. Returns an object that restores the graph's original outputs at each call; None if the
+    `inputs`: examples of the graph's inputs. Returns an object that restores the graph's original outputs at each call; None if the
     graph does not have the module, or is left unmodified.
     """
     examples = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False))
@@ -201,7 +201,7 @@ class HeadGraph:
         self.returned.append((logits, output))
 
     def _followed(self, logits: Followed, user: fx.Node, name: str) -> Followed | None:
-        """Return the deferred logits after the function `name` (node `user`); None if the function cannot be deferred."""
+        """Return the deferred logits after function `name` (node `user`); None if it cannot be deferred."""
         value = user.meta.get("example_value")
         if not isinstance(value, Tensor) or logits.is_class_first or value.device != logits.value.device:
             return None

@@ -27,7 +27,7 @@ CHANGED = (
     "the logits of {path} were not computed, because the loss reads them in chunks, and {what} changed since: they cannot be computed any "
     "more. Read them before optimizer.step(), or call paredown.apply(plan, model, chunked_loss=False)."
 )
-PRINTED_VALUES = 2**20  # of a matrix, multiplied at a time
+PRINTED_VALUES = 2**20  # values of a matrix that are multiplied at a time
 
 
 class HeldLinear:
@@ -64,7 +64,7 @@ class HeldTensor:
 
     def __init__(self, given: Tensor, name: str) -> None:
         self.given, self.name = given, name
-        self._packed = weight_of(given)  # in the forward of its module, a packed parameter has the class of others
+        self._packed = weight_of(given)  # in the forward of its module, a packed parameter has the class nn.Parameter
         self._needs_grad, self._version = given.requires_grad, version_of(given)
         self._print = fingerprint(given) if self._packed is None else None
         with torch.enable_grad():
@@ -82,7 +82,7 @@ class HeldTensor:
             and has_storage(self.given)
             and self.given.untyped_storage()._cdata != self.alias.untyped_storage()._cdata
         ):
-            return True  # of p.data = other, and model.half()
+            return True  # after p.data = other, or model.half()
         now = fingerprint(self.alias) if self._print is not None else None
         return now is not None and self._print is not None and not torch.equal(now, self._print)
 
@@ -124,7 +124,7 @@ def version_of(tensor: Tensor) -> Any:
 
 
 def fingerprint(tensor: Tensor) -> Tensor | None:
-    """Return one number per row of a matrix, by which changes of the row are noticed; None if values cannot be read now.
+    """Return one number per row of a matrix, by which changes are noticed; None if values cannot be read now.
 
     >>> weight = nn.Parameter(torch.eye(3))
     >>> before = fingerprint(weight)

@@ -75,7 +75,7 @@ class OperatorSettings:
         return getattr(torch, self.dtype)
 
     def problem(self, target: Tensor, class_weights: Tensor | None, num_classes: int) -> Problem:
-        """Return the loss's target (num_rows,), options and settings, none of which needs a gradient, as a `Problem`."""
+        """Return the target (num_rows,), options and settings of the loss, which need no gradient, as a `Problem`."""
         options = CrossEntropy(class_weights, self.ignore_index, self.reduction, self.label_smoothing)
         num_rows = rows_of_chunk(num_classes, self.product_dtype, self.device)
         transform = Elementwise(self.calls) if self.calls else None

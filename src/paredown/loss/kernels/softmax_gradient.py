@@ -1,4 +1,4 @@
-"""`softmax_gradient` computes the losses of a chunk's rows and overwrites its logits by their gradient (2 reads, 1 write).
+"""`softmax_gradient` computes the losses of a chunk's rows, and overwrites its logits by their gradient.
 
 With the terms of `chunked_cross_entropy.Rows`, own = (1 - e) w_y and smooth = e / V (0 if y is the ignored index), with
 L = log sum_c exp z_c and S = sum_c w_c:
