@@ -1,4 +1,4 @@
-"""`Optimizer` is a torch.optim.Optimizer for any update rule, with weights, moments and gradients in low-bit formats.
+"""`Optimizer` is a torch.optim.Optimizer for any update rule, which stores its tensors in low-bit formats.
 
     backward   a hook processes each complete gradient and frees it (gradient_hooks.py)
     step       one launch for all parameters with the same layout: decode, rule, encode (batched_update.py)
@@ -83,7 +83,7 @@ def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | Gradie
 
 
 def is_averaged_later(parameter: Tensor) -> bool:
-    """Return whether processes average this parameter's gradient after its hook has run, as under DistributedDataParallel."""
+    """Return whether processes average this gradient after its hook has run, as DistributedDataParallel does."""
     is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return is_distributed and not isinstance(parameter, DTensor)
 
@@ -111,7 +111,7 @@ def _releaser(optimizer: Optimizer, entry: ParameterState) -> Releaser:
 
 
 def _weakly(function: Callable[..., Any], optimizer: Optimizer, entry: ParameterState) -> Callable[..., Any]:
-    """Return a function that calls `function(optimizer, entry, ...)` while both are alive, and does not keep them alive."""
+    """Return a function that calls `function(optimizer, entry, ...)` while both live, and keeps neither alive."""
     optimizer_ref, entry_ref = weakref.ref(optimizer), weakref.ref(entry)
 
     def call(*args: Any) -> Any:
@@ -202,14 +202,14 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return self.rule
 
     def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
-        """Return the hyperparameters of a parameter group at `step` as a tuple in the order of the rule's `hyper_names`."""
+        """Return the hyperparameters of a group at `step` as a tuple in the order of the rule's `hyper_names`."""
         numbers = self.numbers(group, step, factor)
         return tuple(numbers[name] for name in self.rule_for(group).hyper_names)
 
     # --- groups -----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as in torch.optim; it may have its own tier (set of formats), formats and roundings."""
+        """Add a parameter group, as torch.optim does; it may have its own tier (set of formats) and roundings."""
         super().add_param_group(param_group)
         group, index, num_before = self.param_groups[-1], len(self.param_groups) - 1, len(self._entries)
         try:
@@ -270,15 +270,15 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return bool(self.updates or self._num_accumulated or any(entry.step for entry in self._entries) or any(self.state.values()))
 
     def check_request(self, parameter: Tensor, request: RequestedFormats) -> None:
-        """Raise OptimError if this optimizer cannot store a parameter, its gradient and state in the requested formats."""
+        """Raise OptimError if this optimizer cannot store a parameter, gradient and state in the requested formats."""
         entry = self._by_id[id(parameter)]
         choices = choose(parameter, self.param_groups[entry.group], request, entry.name)
-        packed_format = None if choices.is_small else request.choices[Role.WEIGHT][0]  # the session will pack it in this
+        packed_format = None if choices.is_small else request.choices[Role.WEIGHT][0]  # the format that the session will pack it in
         check_weight(parameter, choices, packed_format, request)
         self._check_options(entry.group, choices)
 
     def follow_requests(self) -> None:
-        """Use the formats of a plan that was applied after this optimizer was made, for gradients and state from now on."""
+        """From now on use the formats of a plan that was applied after this optimizer was made."""
         for entry in self._entries:
             p = entry.parameter
             choices = choose(p, self.param_groups[entry.group], request_of(p), entry.name)
@@ -395,7 +395,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         entry.updated = True
 
     def _step_torch(self) -> None:
-        """Let torch.optim update parameters of which nothing is packed, with this optimizer's state and hyperparameters."""
+        """Let torch.optim update parameters of which nothing is packed, with this optimizer's hyperparameters."""
         if self._full is None:
             self._full = [entry for entry in self._entries if self.is_torchs(entry)]
         full = self._full
@@ -418,7 +418,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return {name: value for name, value in self.param_groups[index].items() if name not in ours}
 
     def is_torchs(self, entry: ParameterState) -> bool:
-        """Return whether torch.optim updates this parameter, because its weight, moments and gradient are not packed."""
+        """Return whether torch.optim updates this parameter, since its weight, moments and gradient are not packed."""
         return self._is_full(entry.choices)
 
     def _is_full(self, choices: SlotFormats) -> bool:
@@ -483,7 +483,7 @@ def check_weight(parameter: Tensor, choices: SlotFormats, packed_format: Format 
             f"with weight='{format}', or leave weight= and tier= to the plan."
         )
     if request is not None and request.choices[Role.WEIGHT][0] == format:
-        return  # packed by the session, or left plain for a reason that session.changes reports
+        return  # packed by the session, or left unpacked for a reason that session.changes reports
     if packed_format is None and not (str(format) == "bf16" and dtype is torch.bfloat16):
         raise OptimError(
             f"weight='{format}' for {choices.name} ({str(dtype).removeprefix('torch.')}) needs the model, not its parameters alone: call "

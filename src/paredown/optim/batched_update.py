@@ -85,7 +85,7 @@ def update_one(rule: Rule, unit: UpdateUnit, hyper: Hyper, step: int, seed: int,
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add `grad`, weighted and rounded as `how` says, to a packed sum of gradients in place, by a kernel if possible."""
+    """Add `grad`, weighted and rounded as `how` says, to a packed sum of gradients in place, by a kernel if any."""
     kernels = _find_kernels() if packed.codes.is_cuda else None
     if kernels is None or not kernels.covers_format(packed.format):
         updater.fold(packed, grad, how)

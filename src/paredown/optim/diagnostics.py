@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 NUM_COUNTERS = 5
 DRAIN_EVERY = 64  # updates; int32 counters of a tensor of 2^31 values, a 16th of which is counted, can count 16 updates
 CHECK_EVERY = 512
-FEW_FLIPS = 1e-5  # a step: fewer than one move of a value in 100,000 steps
+FEW_FLIPS = 1e-5  # per step: less than one move of a value in 100,000 steps
 MOSTLY_DEAD = 0.9
 MIN_CHANGES = 1000  # fewer values are not significant
 
@@ -87,7 +87,7 @@ class UpdateCounters:
         del self._places[count:]
 
     def after(self, updates: int, entries: Sequence[ParameterState]) -> None:
-        """Act after update number `updates`: every 64 updates add the counters to the sums, every 512 check for warnings."""
+        """Add the counters to their sums after every 64th update, and check for warnings after every 512th."""
         if updates % DRAIN_EVERY == 0:
             self.drain()
         if self._copy is not None and (self._copy[1] is None or self._copy[1].query()):

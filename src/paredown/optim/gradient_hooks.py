@@ -123,7 +123,7 @@ class Accumulator(_Hook):
         self.gradient = gradient
 
     def collect(self) -> bool:
-        """Pack an ordinary p.grad (user code may assign one) into the sum; return whether the parameter has a gradient."""
+        """Pack an ordinary p.grad (user code may assign one) into the sum; return whether p.grad exists."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             parameter = self.parameter
             grad = parameter.grad
@@ -132,7 +132,7 @@ class Accumulator(_Hook):
             return grad is not None
 
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
-        if not (grad.requires_grad or self.gradient.lent(local(grad))):  # otherwise it has a graph, or autograd has added in place
+        if not (grad.requires_grad or self.gradient.lent(local(grad))):  # else it has a graph, or autograd has added in place
             self._take(parameter, grad)
 
     def _take(self, parameter: Tensor, grad: Tensor) -> None:
@@ -218,7 +218,7 @@ class Releaser(_Hook):
         self._update(grad)
 
     def refuse_sum(self) -> NoReturn:
-        """Raise OptimError for a gradient that would be added to an earlier one, which the update has already consumed."""
+        """Raise OptimError for a gradient that would be added to an earlier one, which was already used."""
         raise OptimError(f"{self.name}: {SECOND if self._is_updated() else NOT_ZEROED}")
 
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:

@@ -35,14 +35,14 @@ View = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]  # function, its 
 
 
 class PackedGradient(Tensor):
-    """The p.grad of a parameter with a packed accumulator: `packed` has the codes, and `factor` multiplies decoded values.
+    """The p.grad of a parameter with a packed sum of gradients: `packed` has the codes, `factor` multiplies values.
 
     `packed` is in the order of the parameter's indices. The n-th gradient that is added is rounded with the bits of `seed` at step n.
     """
 
     _lease: Lease
     _views: tuple[View, ...]
-    _dtype: torch.dtype  # before any view
+    _dtype: torch.dtype  # dtype before the functions in `_views`
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -115,7 +115,7 @@ class PackedGradient(Tensor):
         self.total.store(values)
 
     def lend(self, dtype: torch.dtype) -> PackedGradient:
-        """Return a new tensor over the same codes, to be assigned to `p.grad`; the optimizer is about to overwrite the codes.
+        """Return a new tensor over the same codes for `p.grad`, before the optimizer overwrites the codes.
 
         The tensor that the previous call of `lend` returned, if still referenced, gets a copy of the codes and so keeps its values.
         """
@@ -246,7 +246,7 @@ def _in_backward() -> bool:
 
 
 def _number(x: Any, dims: int) -> Any:
-    """Return a number as it is, and a tensor of one value and up to `dims` dimensions as 0-d; None for other tensors."""
+    """Return a number unchanged, a tensor of one value and up to `dims` dimensions as 0-d, and None for others."""
     if isinstance(x, Tensor):
         return x.reshape(()) if x.numel() == 1 and x.dim() <= dims and not isinstance(x, PackedGradient) else None
     return x

@@ -1,4 +1,4 @@
-"""`PackedParameter` is the class of a packed weight outside of its modules: in optimizers, weight averages, penalties.
+"""`PackedParameter` is the class of a packed weight outside of its modules, such as in optimizers and penalties.
 
     access                                              result
     size, dtype, device, grad, hooks, zeros_like ...    metadata of the parameter; nothing is decoded
@@ -118,7 +118,7 @@ class PackedParameter(Tensor):
         return repr(decoded_copy(self))
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return the decoded values as a tensor of class `cls`; torch's own method would read memory that does not exist."""
+        """Return the decoded values as a tensor of class `cls`; torch's own method would read missing memory."""
         return _computed(Tensor.as_subclass, "as_subclass", (self, cls), {})
 
     @classmethod
@@ -170,7 +170,7 @@ class Decoded(torch.autograd.Function):
 
 
 class FrozenLinear(torch.autograd.Function):
-    """The autograd function for F.linear with a frozen packed weight, which saves nothing and decodes the weight in backward.
+    """The autograd function for F.linear with a frozen packed weight: it saves nothing, and decodes again in backward.
 
     torch.utils.checkpoint compares the tensors that both forward passes save. If the session is closed between them, F.linear saves the
     unpacked weight in the second; therefore this forward calls the checkpoint's hook with the weight, too, and drops the result.
@@ -178,7 +178,7 @@ class FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Weight, dtype: torch.dtype, bias: Tensor | None, on_save: Any) -> Tensor:
-        """Return F.linear of x with the weight decoded in `dtype`; `on_save`: torch.utils.checkpoint's pack hook, or None."""
+        """Return F.linear of x with the weight decoded in `dtype`; `on_save`: a checkpoint's pack hook, or None."""
         values = weight.decode(dtype)
         ctx.weight, ctx.version, ctx.dtype = weight, weight.version, dtype
         if on_save is not None:
@@ -226,7 +226,7 @@ def call_outside_compile(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def call_in_compiled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return func(*args, **kwargs) on decoded weights, untraced, and record that a compiled graph uses these weights."""
+    """Return func(*args, **kwargs) on decoded weights, untraced, and record that a compiled graph uses them."""
     for packed in [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is PackedParameter]:
         if not _is_view(packed):
             _weight(packed).was_compiled = True
@@ -246,7 +246,7 @@ def _call_decoded_eagerly() -> Any:
 
 
 def call_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return func(*args, **kwargs) for a torch function that has packed parameters, or views of them, among its arguments."""
+    """Return func(*args, **kwargs) for a torch function with packed parameters, or views of them, as arguments."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         owner = func.__self__
@@ -407,7 +407,7 @@ def _is_view(packed: Tensor) -> bool:
 
 
 def _held(packed: Tensor) -> Tensor | None:
-    """Return the decoded values from which the view `packed` was made; None if there are none or the weight has changed."""
+    """Return the decoded values that the view `packed` was made from; None if they are gone or out of date."""
     held = vars(packed).get(HELD)
     return held[1] if held is not None and held[0] == _weight(packed).version else None
 

@@ -51,7 +51,7 @@ SAMPLED = 1 << 13  # values of the first rows, on which rounding errors are meas
 
 
 class NoMemory(Tensor):
-    """A tensor subclass for the data of a packed parameter, which counts as 0 bytes where tools sum the bytes of tensors."""
+    """A tensor subclass for the data of a packed parameter, which tools that sum bytes count as 0 bytes."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -108,13 +108,13 @@ class Weight:
     def _take(self, like: Tensor, packed: PackedTensor) -> None:
         """Hold the codes of `packed` from now on, with the size, strides, dtype and device of the tensor `like`."""
         self._packed, self.dtype, self.size = packed, like.dtype, like.size()
-        self.empty = empty_like(like)  # of its size, strides, dtype and device, without memory
+        self.empty = empty_like(like)  # a tensor of its size, strides, dtype and device, without memory
         self.device_type = like.device.type
         self.stride, self._is_contiguous = self.empty.stride(), self.empty.is_contiguous()
         self._decode = _decoder(packed)
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # copies of a parameter are plain
+        return type(None), ()  # copies of a parameter are not packed
 
     @property
     def parameter(self) -> nn.Parameter | None:
@@ -187,7 +187,7 @@ class Weight:
         return out if made is wanted else out.to(wanted)
 
     def shared(self, dtype: torch.dtype) -> Tensor:
-        """Return the decoded values in `dtype`, for reading only; while the result is alive, further calls return it."""
+        """Return the decoded values in `dtype`, for reading only; while the result lives, further calls return it."""
         version, ref = self._shared.get(dtype, (-1, None))
         if ref is not None and version == self.version:
             alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
@@ -199,7 +199,7 @@ class Weight:
         return made
 
     def check_version(self, version: int) -> None:
-        """Raise autograd's error for a modified saved tensor if the values have changed since version number `version`."""
+        """Raise autograd's error for a modified saved tensor if the values have changed since this `version`."""
         if self.version != version:
             raise RuntimeError(MODIFIED.format(version, self.version))
 
@@ -266,7 +266,7 @@ class Weight:
         return is_other
 
     def unencoded(self) -> Tensor | None:
-        """Return values that may not be encoded yet (those of `write`, or the decoded parameter); None if there are none."""
+        """Return values that may not be encoded yet, from `write` or the decoded parameter; None if there are none."""
         parameter = self.parameter
         return self.written if self.written is not None or parameter is None or not self.address else parameter.detach()
 
@@ -318,7 +318,7 @@ class Weight:
     # --- the parameter ------------------------------------------------------------------------------------------------
 
     def _swap(self, data: Tensor, kind: type[Tensor]) -> Any:
-        """Set the parameter's .data to `data` and its class to `kind`, and return the parameter; None if it was deleted.
+        """Set .data and class of the parameter, and return the parameter; return None if it was deleted.
 
         While a module runs, only the class nn.Parameter itself is an ordinary parameter to all code: functions of torch would call the
         `__torch_function__` of another class, and those that check for the exact type would take a slower path or refuse. Afterwards the
@@ -346,7 +346,7 @@ class Weight:
 
     @contextmanager
     def viewable(self) -> Generator[None]:
-        """Return a context in which autograd can make views of the packed parameter, which CUDA builds otherwise refuse."""
+        """Return a context in which autograd can make views of the packed parameter; CUDA builds need it."""
         self._swap(torch.empty((), dtype=self.dtype, device=self.packed.device).expand(self.size), self._packed_class)
         yield
         self.hide()
@@ -439,7 +439,7 @@ def pack(parameter: nn.Parameter, format: Format, packed_class: type[Tensor], **
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """Return a tensor without memory, with the size, dtype, device and strides of `tensor` (contiguous if it has gaps)."""
+    """Return a tensor without memory, with size, dtype, device and strides of `tensor` (contiguous if it has gaps)."""
     with outside_inference_mode():
         empty = torch.empty_like(tensor, requires_grad=False)
     empty.untyped_storage().resize_(0)
@@ -452,7 +452,7 @@ def empty_like(tensor: Tensor) -> Tensor:
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a dense copy of `tensor`: its own strides, or contiguous ones if it has gaps or overlaps."""
+    """Return the strides of a dense copy of `tensor`: its own, or contiguous ones if it has gaps or overlaps."""
     return torch.empty_like(tensor, device="meta").stride()
 
 

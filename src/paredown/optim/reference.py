@@ -111,7 +111,7 @@ class UpdateSlot:
         return self.parts.codes
 
     def rows(self, rows: slice) -> UpdateSlot:
-        """Return an `UpdateSlot` for some rows alone, whose tensors are views."""
+        """Return an `UpdateSlot` for these rows alone, whose tensors are views of the rows."""
         codes, scales, minimums = (t if t is None else t[rows] for t in (self.parts.codes, self.parts.scales, self.parts.minimums))
         return UpdateSlot(self.format, self.rounding, PackedParts(codes, scales, minimums, self.parts.tensor_scale), self.roots)
 
@@ -129,16 +129,16 @@ class UpdateLayout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class UpdateUnit:
-    """All tensors that an update of one parameter reads and writes, with numbers that stay the same from step to step."""
+    """All tensors that an update of one parameter reads and writes, with numbers that no step changes."""
 
     weight: UpdateSlot
-    residue: UpdateSlot | None  # plain int8 beside a plain bf16 weight
+    residue: UpdateSlot | None  # unpacked int8 beside an unpacked bf16 weight
     moments: tuple[UpdateSlot, ...]
     gradient: UpdateSlot
     rows: int
     cols: int
-    tensor_id: int  # of its random bits
-    first_index: int  # of its first value in the whole tensor
+    tensor_id: int  # selects its random bits
+    first_index: int  # index of its first value in the whole tensor
     factor: Tensor | None = None  # float32 scalar tensor, on the device
     counters: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.int32))  # see `reference.py`
 
@@ -157,8 +157,8 @@ class UpdateUnit:
 # --- update and fold --------------------------------------------------------------------------------------------------
 
 LIMIT = 2.0**126
-SMALLEST_STICKY_CODE = 27  # of e8m0: 2^-100
-STAYS_ABOVE = 0.2  # of the largest value: a sticky scale is lowered below this
+SMALLEST_STICKY_CODE = 27  # code of e8m0 for 2^-100
+STAYS_ABOVE = 0.2  # share of the largest value below which a sticky scale is lowered
 SAMPLED_BLOCKS, SAMPLED_EVERY = 64, 16
 MOMENT_BITS = (0xA13FC965, 0xADB4A92D)  # factors from the random bits of a weight to those of its moments
 PLACE_BITS = (1, 0x7EB9D1C9, 0x73270133, 0x60BDADCF)  # factors from the random bits of four weights to those of each
@@ -170,7 +170,7 @@ GIVEN = "given"
 
 
 def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed: int) -> None:
-    """Update a parameter and its state in place by `rule`; `hyper`: the rule's hyperparameters; `step` is counted from 1."""
+    """Update a parameter and its state in place by `rule` with the hyperparameters `hyper`; `step` counts from 1."""
     numbers, block = rule.numbers(hyper), unit.how(rule.name).block
     factor = numbers["factor"] if unit.factor is None else unit.factor.float() * numbers["factor"]
     direction = newton_schulz(_looked_ahead(unit, factor, numbers), numbers) if rule.is_of_matrix else None
@@ -192,7 +192,7 @@ def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed
 
 
 def _looked_ahead(unit: UpdateUnit, factor: Tensor | float, numbers: Numbers) -> Tensor:
-    """Return the bfloat16 matrix that Muon orthogonalizes, computed from the momentum and `factor` times the gradient."""
+    """Return the bfloat16 matrix that Muon orthogonalizes: momentum and `factor` times the gradient, combined."""
     mean = torch.empty(unit.rows, unit.cols, dtype=torch.bfloat16, device=unit.weight.codes.device)
     for rows in _pieces(unit.rows, unit.cols, mean.device):
         piece = _Piece(unit, rows, 0, Seed(0, 0))
@@ -250,7 +250,7 @@ def _element_values(codes: Tensor, element: Element, cols: int) -> Tensor:
 
 
 def _pieces(rows: int, cols: int, device: torch.device) -> Iterator[slice]:
-    """Yield the slices of rows of a (rows, cols) parameter that an update processes one after the other, to save memory."""
+    """Yield the slices of rows of a (rows, cols) parameter that an update processes one after the other."""
     if not cols:
         return
     height = update_rows(rows, cols) if device.type == "cpu" else max(1, GPU_PIECE // cols)
@@ -367,7 +367,7 @@ def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
 
 
 def is_whole(slot: UpdateSlot) -> bool:
-    """Return whether a tensor of an update has integer codes in blocks without a minimum, which `whole_parts` encodes."""
+    """Return whether a tensor has integer codes in blocks without a minimum, which `whole_parts` encodes."""
     format = slot.format
     return (
         format is not None
@@ -406,7 +406,7 @@ def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor |
 
 
 def is_sticky(format: Format | None) -> bool:
-    """Return whether a weight in `format` keeps its scales from step to step as long as they fit its values (e8m0 scales)."""
+    """Return whether a weight in `format` (e8m0 scales) keeps its scales between steps as long as they fit."""
     return format is not None and format.scale is not None and format.scale.name == "e8m0" and format.minimum is None
 
 
@@ -421,7 +421,7 @@ def sticky_scales(p: Tensor, slot: UpdateSlot) -> Tensor:
 
 
 def half_step(p: Tensor, slot: UpdateSlot, has_residue: bool) -> Tensor:
-    """Return half the distance between neighbouring values that the weight's format can represent, at each value of `p`."""
+    """Return half the distance between neighbouring values of the weight's format, at each value of `p`."""
     element = slot.kind.stored.element
     mantissa_bits = 15 if has_residue else element.mantissa_bits
     scale: Tensor | float = 1.0

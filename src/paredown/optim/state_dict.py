@@ -3,7 +3,7 @@
 `state_dict()` has ordinary tensors only, so that `torch.load(weights_only=True)` and distributed checkpoints can read it:
 
     state[i]["step"]                                      number of updates of parameter i
-    state[i]["exp_avg.codes"], ["exp_avg.scales"]         a packed moment, bit for bit; ["exp_avg"] a plain one
+    state[i]["exp_avg.codes"], ["exp_avg.scales"]         a packed moment, bit for bit; ["exp_avg"] one that is not packed
     state[i]["weight.codes"], ["weight.scales"]           the parameter, if it is packed
     state[i]["gradient.codes"], ..., or ["gradient"]      the sum of gradients so far, between microbatches
     state[i]["folds"]                                     number of gradients added so far; it selects the random bits
@@ -47,7 +47,7 @@ BNB_NAMES = ("state1", "state2")
 
 
 def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of an optimizer with packed tensors; `base` is the method `state_dict` of torch.optim.Optimizer."""
+    """Return the state of an optimizer with packed tensors; `base` is torch.optim.Optimizer's `state_dict`."""
     for entry in optimizer.entries:
         if entry.weight is not None:
             entry.weight.gather()

@@ -1,8 +1,8 @@
-"""`StepBatches` makes a step of a few `Batch`es: per rule and device, one for packed and one for unpacked gradients.
+"""`StepBatches` makes a step of a few `Batch`es, per rule and device one for packed and one for unpacked gradients.
 
 Batches are cached from step to step. Each step checks, with list comparisons rather than Python loops where possible, whether the same
-parameters have gradients of the same type, and whether parameters and accumulators have the same addresses. Plain gradients are new tensors
-in every step; only their addresses are updated.
+parameters have gradients of the same type, and whether parameters and accumulators have the same addresses. Gradients that are not packed
+are new tensors in every step; only their addresses are updated.
 """
 
 # pyright: reportPrivateUsage=false
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class StepBatch:
-    """Parameters that share an update rule and a kind of gradients (packed or not), with the `Batch` that updates them."""
+    """Parameters with one update rule and one kind of gradients (packed or not), and the `Batch` that updates them."""
 
     def __init__(self, optimizer: Optimizer, rule: Rule, pairs: list[tuple[ParameterState, Any]], *, is_plain: bool) -> None:
         self.entries = [entry for entry, _ in pairs]
@@ -77,7 +77,7 @@ class StepBatches:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._batches: list[StepBatch] = []
-        self._entries: list[ParameterState] | None = None  # those that torch.optim does not update
+        self._entries: list[ParameterState] | None = None  # parameters that torch.optim does not update
         self._parameters: list[Tensor] = []
         self._is_spread = False  # whether some parameters are sharded (DTensor)
         self._built_for: Any = None  # the value of `_signature` for which the batches were built
@@ -180,7 +180,7 @@ class StepBatches:
             restart(entry, rule, optimizer.state[entry.parameter])
             fill_state(entry, rule, optimizer.state[entry.parameter])
             is_plain = not isinstance(gradient, PackedGradient)
-            is_sharded = isinstance(entry.parameter, DTensor)  # its plain gradients are sums over microbatches, others are means
+            is_sharded = isinstance(entry.parameter, DTensor)  # its unpacked gradients are sums over microbatches, others means
             by_kind.setdefault((is_plain, rule.name, local(entry.parameter).device, is_sharded), []).append(i)
         kinds = sorted(by_kind.items(), key=lambda item: item[0][0])  # packed gradients first: they take the longest
         for (is_plain, *_), places in kinds:

@@ -1,8 +1,8 @@
-"""These loops, which numba compiles, update parameters and add up gradients in one pass, as `optim/reference.py` defines.
+"""`update` and `fold` are loops that numba compiles, with the bits of `optim/reference.py`.
 
-A row is read in tiles of whole blocks of all slots, of at most TILE values; a tensor whose rows are whole blocks is one row. Of each tile:
+A row is read in tiles of whole blocks of every slot (weight, moments, gradient), at most TILE values. Rows of whole blocks are one row.
 
-    read each slot -> rule -> find blocks that are not finite -> write each slot, those blocks excepted -> count
+    tile:  read each slot -> rule -> find blocks that are not finite -> write each slot, those blocks excepted -> count
 
 The functions of `codec/loops.py` find scales and codes; here are the rules, integers as `whole_parts` rounds them, sticky scales, roots,
 residues and counters. Which layouts these loops cover is decided in `updater.py`.
@@ -23,9 +23,9 @@ from paredown.codec.loops import FLOAT32, INF, TILE, ZERO, F, S, U, bits_of, ent
 from paredown.optim import reference, rules
 
 SGD, SGDM, NESTEROV, ADAMW, LION = range(5)
-PACKED, ABSENT = -1, -2  # other kinds of slots are the dtypes of plain tensors
+PACKED, ABSENT = -1, -2  # kinds of slots; the others are the dtypes of unpacked tensors
 CODES, WHOLE = range(2)  # how integers are rounded
-WEIGHT, GRADIENT = 0, 3  # places of slots; between them the moments
+WEIGHT, GRADIENT = 0, 3  # indices of a parameter's tensors; between them are the moments
 LIMIT, SMALLEST_SQUARE, LESS = F(reference.LIMIT), F(rules.SMALLEST_SQUARE), F(1 - 2.0**-22)
 HALF_BITS, EXPONENT = S(rules.HALF_BITS), S(0x7F800000)
 STAYS_ABOVE, SMALLEST_STICKY_CODE = reference.STAYS_ABOVE, reference.SMALLEST_STICKY_CODE
@@ -37,7 +37,7 @@ MEMORY = ("codes", "scales", "minimums")
 TABLES = codec.Tables._fields
 INTEGERS = (
     *("kind", "integers", "is_sticky", "roots"),
-    "multiplier",  # of its random bits
+    "multiplier",  # factor of its random bits
     *(f"{name}_{what}" for name in (*MEMORY, *(f"table_{name}" for name in TABLES)) for what in ("address", "len")),
 )
 # how one tensor of a parameter is read and written
@@ -225,7 +225,7 @@ def tables_of(how):
 
 @inner
 def blocks_of(n, row, cols, begin, count):
-    """Return the index of a tile's first block in its row, the number of blocks, and that block's index in the tensor."""
+    """Return the index of a tile's first block in its row, the number of blocks, and the first one's index in all."""
     if n.block == 0:
         return 0, 0, 0
     first = begin // n.block
@@ -264,7 +264,7 @@ def read(slot, row, cols, begin, y, codes, scales):
 
 @inner
 def read_residue(weight, residue, place, y):
-    """Write 24-bit weights, from index `place` on, into `y`: 16 bits are the bfloat16 weight, and 8 bits the residue."""
+    """Write 24-bit weights, from index `place` on, into `y`: a bfloat16 weight and its 8-bit residue together."""
     words, low, bits = weight.view(np.int16), residue.view(np.int8), y.view(np.int32)
     for i in range(len(y)):
         bits[i] = S(S(S(words[place + i]) << S(16)) + S(S(low[place + i]) << S(8)))
@@ -310,7 +310,7 @@ def whole_codes(y, bits, codes, begin, first_block, n, scales):
 
 @inner
 def sticky_scales(top, n, scale_values, old, scales):
-    """Write the scales of a weight's blocks after an update: the `old` scale if it still fits the block's largest value."""
+    """Write the scales of a weight's blocks after an update: the `old` scale if it still fits the largest value."""
     least = F(STAYS_ABOVE * np.float64(n.max_value))
     for b in range(len(top)):
         largest = from_bits(top[b])
@@ -419,7 +419,7 @@ def find_not_finite(slots, new, count, lost):
 
 @inner
 def skip_blocks(begin, block, old, new, count, lost, skipped):
-    """Mark in `skipped` all values of the blocks that have a value marked in `lost`, and return how many blocks these are.
+    """Mark in `skipped` the values of all blocks with a value marked in `lost`; return the number of these blocks.
 
     The weights in these blocks stay as they were."""
     num = 0
@@ -448,7 +448,7 @@ def half_step(p, scale, min_exponent, mantissa_bits):
 
 @inner
 def count_changes(n, mantissa_bits, begin, first_number, block, p, new_p, stored, old, skipped, counters):
-    """Add a tile's sampled blocks to the counters of diagnostics: how many weights changed, before and after rounding."""
+    """Count for diagnostics how many weights of a tile's sampled blocks changed, before and after rounding."""
     first = begin // n.block if n.block else 0
     for b in range(begin // block, (begin + len(p) - 1) // block + 1):
         start, stop = codec.place_of(b, block, begin, len(p))

@@ -29,15 +29,15 @@ from paredown.optim.rules import Rule
 COMPILED_RULES = ("sgd", "sgdm", "nesterov", "adamw", "lion")  # as loops.py counts them
 LONGEST_TILE = 2048  # values, as in `codec/loops.py`
 WHOLE_BYTES = 8  # values of any width that end on a byte
-MULTIPLIERS = (1, *MOMENT_BITS, 1)  # of the random bits of weight, moments and gradient
-WEIGHT, GRADIENT = 0, 3  # places of slots; between them the moments
+MULTIPLIERS = (1, *MOMENT_BITS, 1)  # factors of the random bits of weight, moments and gradient
+WEIGHT, GRADIENT = 0, 3  # indices of a parameter's tensors; between them are the moments
 
 
 @lru_cache(maxsize=1024)
 def covers(layout: UpdateLayout, cols: int) -> bool:
     """Return whether `loops.py` can update parameters of this layout with `cols` columns.
 
-    The loops do not cover rules of whole matrices, formats with one scale for the whole tensor, and blocks that are longer than a tile (the
+    The loops do not cover rules of whole matrices, formats with one scale for the whole tensor, or blocks that are longer than a tile (the
     values that a loop decodes at once).
     """
     has_tensor_scale = any(format.has_tensor_scale for format in _formats(layout))
@@ -147,7 +147,7 @@ def _slot(slot: UpdateSlot, overflow: Overflow, rule: str, *, integers: int, mul
 
 @cache
 def _encoding(format: Format, rounding: Rounding, overflow: Overflow, rule: str) -> tuple[Any, Any, list[int]]:
-    """Return the numbers that describe this encoding to compiled loops, its tables, and the tables' addresses and lengths."""
+    """Return the numbers that describe this encoding to the loops, its tables, and the tables' places in memory."""
     numbers, tables = numbers_of(format, rounding, overflow, rule)
     return numbers, tables, [number for table in tables for number in (table.ctypes.data, len(table))]
 

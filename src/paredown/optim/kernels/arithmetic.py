@@ -1,4 +1,4 @@
-"""Device functions update numbers by the rules of `rules.py`, and find, load and store the values of a tile.
+"""Device functions update numbers by the rules of `rules.py`, and load and store the values of a tile.
 
 A root and a reciprocal are approximated by the special function unit and corrected by one step of Newton's method whose residual is exact,
 which rounds correctly within the checked range; the root and the division of the compiler also branch for values outside of it.
@@ -150,7 +150,7 @@ def block_starts(at, VALUES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def places(at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Return the offsets of a tile's entries (VALUES values each), (NB, BLOCK / VALUES), and a mask of those in the tensor.
+    """Return the offsets of a tile's entries, (NB, BLOCK / VALUES), and a mask of those inside of the tensor.
 
     Offsets count from the tile's start if the tile is a RUN, else from the tensor's.
     """
@@ -222,7 +222,7 @@ def store_scales(ptr, stored, broken, at, SCALE: tl.constexpr, TILE: tl.constexp
 
 @triton.jit
 def high_key(index):
-    """Return the change of the second key of the random bits for element indices of 2^32 and more; 0 for smaller ones."""
+    """Return the change of the random bits' second key for element indices from 2^32 on; 0 for smaller ones."""
     high = (index >> 32).to(tl.uint32) * HIGH_INDEX
     return (high ^ (high >> 15)) * MULTIPLIER_2
 

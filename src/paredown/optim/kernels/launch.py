@@ -1,4 +1,4 @@
-"""Host functions launch the update kernels: they check layouts, and make compile-time constants and tables of tensors.
+"""Host functions prepare and launch the kernels that update parameters and add up gradients.
 
 Sums of squares of many packed tensors take two launches whatever their number: one number for each tile, then one for each tensor.
 
@@ -42,14 +42,14 @@ RULE_NUMBERS = {
 }
 STORAGES = {torch.float32: slots.PLAIN_FP32.value, torch.bfloat16: slots.PLAIN_BF16.value, torch.float16: slots.PLAIN_FP16.value}
 COLUMNS = update.COLUMNS.value
-NUM_HYPERS = 12  # of a row: at most 9 numbers, padded to a multiple of 16 bytes
+NUM_HYPERS = 12  # numbers in a row: at most 9, padded to a multiple of 16 bytes
 TILE, RAGGED_TILE = 2048, 1024  # values; 16 and 8 for each thread
 WARPS = 4
 MAX_REGISTERS = 96  # allows 20 warps at a time, whose loads and arithmetic overlap
 RUN, EVEN, RAGGED = arithmetic.RUN.value, arithmetic.EVEN.value, arithmetic.RAGGED.value
 MOST_TURNS = 8  # tiles per program: looking up its tensor takes 200 operations, too many for 16 values per thread
 PROGRAMS = 4096  # some for each multiprocessor: with fewer programs, each takes one tile
-MOST_BLOCKS = 64  # of a tile: as many as are sampled together
+MOST_BLOCKS = 64  # in a tile: as many as are sampled together
 ABSENT = ((slots.ABSENT.value, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0), (0,) * 11)
 
 
@@ -92,7 +92,7 @@ def covers_format(format: Format) -> bool:
 
 @cache
 def slot_constants(kind: SlotKind, is_weight: bool, has_residue: bool) -> tuple[Any, Any]:
-    """Return the compile-time constants (SLOT, ELEMENT) of a weight, moment or gradient, as `slots.py` documents them."""
+    """Return the compile-time constants (SLOT, ELEMENT) of `slots.py` for a weight, moment or gradient."""
     stored = kind.stored
     element = stored.element
     is_sticky = is_weight and stored.scale is not None and stored.scale.name == "e8m0"
@@ -117,7 +117,7 @@ def constants_of(how: UpdateLayout) -> dict[str, Any]:
 
 
 class UpdateTiles(NamedTuple):
-    """The numbers of tiles of a tensor: first `full` tiles, contiguous in memory, then `others` of EVEN or RAGGED shape."""
+    """The numbers of a tensor's tiles: first `full` tiles, contiguous in memory, then `others`, EVEN or RAGGED."""
 
     full: int
     others: int
@@ -186,7 +186,7 @@ class LaunchGroup:
         return [*pointers, *others, *sizes, *Seed(seed, 8 * unit.tensor_id).base_keys(), tiles.full]
 
     def _owners_of(self, shape: int) -> Tensor:
-        """Return the index of the parameter that each program (thread block) updates, in the launch for this tile shape."""
+        """For the launch with tiles of this shape, return the parameter's index for each program (thread block)."""
         runs = [-(-tiles.full // self._turns) for tiles in self._tiles]
         counts = runs if shape == RUN else [tiles.others if shape == tiles.shape else 0 for tiles in self._tiles]
         return torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts)).to(self.device)
@@ -228,7 +228,7 @@ class LaunchGroup:
 
 @lru_cache(maxsize=1024)
 def _launches(how: UpdateLayout, has_factor: bool, is_aligned: bool, counts: tuple[int, ...]) -> list[Launch | None]:
-    """Return the launches of `update_kernel` with `counts` programs for the tile shapes RUN, EVEN and RAGGED; None for 0."""
+    """Return the launches of `update_kernel` for the tile shapes RUN, EVEN and RAGGED; None where `counts` is 0."""
     constants = {**constants_of(how), "HAS_FACTOR": has_factor, "ALIGNED": is_aligned, "NUM_HYPERS": NUM_HYPERS}
     return [
         Launch(update.update_kernel, count, (), {**constants, "TILE": tile_constant(shape, how.block)}) if count else None
@@ -319,7 +319,7 @@ def squares_kernel(
     owners_ptr, table_ptr, squares_ptr, ELEMENT: tl.constexpr, BLOCK_LEN: tl.constexpr, SCALE: tl.constexpr, COLS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store the sum of squares of a tile: [ c0 c1 | c2 c3 ] with scales [ s0 | s1 ] gives (c0 s0)^2 + ... + (c3 s1)^2."""
+    """Store a tile's sum of squares: [ c0 c1 | c2 c3 ] with scales [ s0 | s1 ] gives (c0 s0)^2 + ... + (c3 s1)^2."""
     pid = tl.program_id(0)
     row = table_ptr + tl.load(owners_ptr + pid) * COLS
     numel = tl.load(row + 2)

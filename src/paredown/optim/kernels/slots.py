@@ -1,4 +1,4 @@
-"""Device functions load, encode and store a tile (`arithmetic.py`) of a slot: a weight, residue, moment or gradient.
+"""Device functions load, encode and store a tile of a slot, which is a weight, moment or gradient.
 
 Loaded tiles are float32 (NB, BLOCK). SLOT is a compile-time tuple, made in `launch.py`; ELEMENT is that of `codec/kernels/numbers.py`:
 
@@ -162,7 +162,7 @@ def largest_of(x):
 
 @triton.jit
 def over_max_value(largest, SLOT: tl.constexpr):
-    """Return largest / max_value of the format, correctly rounded if it is at least 2^-126, and rounded down otherwise."""
+    """Return largest / max_value of the format, correctly rounded from 2^-126 on, and rounded down below 2^-126."""
     if INTERPRETED or (SLOT[3] == E8M0 and not SLOT[4]):
         return tl.div_rn(largest, tl.zeros_like(largest) + SLOT[5])
     else:
@@ -271,7 +271,7 @@ def stochastic(y, random, ELEMENT: tl.constexpr):
 
 @triton.jit
 def store_codes(ptr, codes, broken, at, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Store a tile's codes of 8 or 4 bits, except for blocks marked in `broken`; 4-bit codes past the end of a row are 0."""
+    """Store a tile's codes of 8 or 4 bits, except for `broken` blocks; 4-bit codes past the end of a row are 0."""
     if WIDTH == 4:
         if TILE[0] != RUN:
             _, inside = places(at, 1, TILE)
@@ -318,7 +318,7 @@ def store_plain(ptr, x, bits, broken, at, STORAGE: tl.constexpr, TILE: tl.conste
 
 @triton.jit
 def half_step(p, scale, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return half the distance between the format's neighbouring values at `p`; `scale` (NB,) has the scales of blocks."""
+    """Return half the distance between the format's values around `p`; `scale` (NB,) has the scales of blocks."""
     if SLOT[0] == BLOCKS:
         p = p * inverse_scale(scale)[:, None]
     binade = as_float(tl.maximum(as_bits(p) & INF_BITS, (ELEMENT[3] + 127) << 23)) * SLOT[6]

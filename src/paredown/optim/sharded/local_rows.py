@@ -1,4 +1,4 @@
-"""Two functions return the rows of a sharded tensor (DTensor) that this process has, and a DTensor over such rows."""
+"""`local` returns the rows of a sharded tensor (DTensor) that this process has."""
 
 # pyright: reportPrivateUsage=false
 

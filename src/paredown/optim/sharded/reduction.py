@@ -113,7 +113,7 @@ class Reduction:
         return total
 
     def for_all(self, chunk: Tensor, buffer: int, group: Any) -> Tensor:
-        """Send the chunk that this process has reduced to all others, and return the chunks of all, (processes, values).
+        """Send the chunk that this process has reduced to all others, and return all chunks, (processes, values).
 
         Every process decodes them from the same codes."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -139,7 +139,7 @@ def _gathered(row: Tensor, size: int, group: Any) -> Tensor:
 
 
 def reduce_bucket(reduction: Reduction, group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Replace the gradients in a bucket of DistributedDataParallel by their means over processes; return a future of them."""
+    """Replace the gradients in a bucket of DistributedDataParallel by their means, and return a future of them."""
     values = bucket.buffer()
     size = dist.get_world_size(group)
     with torch.no_grad():
