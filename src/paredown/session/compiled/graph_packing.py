@@ -62,7 +62,7 @@ from paredown.session.compiled.graph_decisions import (
     storage_of,
 )
 from paredown.session.compiled.graph_editor import GraphCodec, GraphEditor, of_tangents
-from paredown.session.compiled.graph_products import call_transposes
+from paredown.session.compiled.graph_products import finish_products
 from paredown.session.compiled.graph_signals import SlotMeasure
 from paredown.session.compiled.graph_slots import (
     GraphSlot,
@@ -132,7 +132,7 @@ class PlanPartitioner(CustomPartitionerFn):
         """Return the forward and the backward graph of the joint graph `gm`, with saved tensors packed."""
         if not self.plan.packs_activations:
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
-            call_transposes(backward)
+            finish_products(backward)
             return forward, backward
         joint = joint_graph(gm, options, self.roots)
         forward, backward = partition(gm, joint_inputs, options)
@@ -158,7 +158,7 @@ class PlanPartitioner(CustomPartitionerFn):
             editor.add_signals([(node, SlotMeasure.of(d, self.seed)) for node, d in chosen if d.format is not None], report)
         editor.delay_recomputation()
         editor.finish()
-        call_transposes(backward)
+        finish_products(backward)
         group_casts(forward, backward)
         self.on_graph(report)
         return forward, backward
