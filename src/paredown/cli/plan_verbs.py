@@ -52,7 +52,7 @@ class PlanRequest:
 
     @property
     def subject_options(self) -> cli.SubjectOptions:
-        """Return the options that change the step."""
+        """Return the options of this request that change the training step, with --batch, and CUDA as the device if --gpu is given."""
         return replace(self.step, batch=self.batch).on_device_of(self.gpu)
 
 
@@ -100,7 +100,7 @@ def _made(request: PlanRequest, subject: Subject, within: Budget) -> Plan:
 
 
 def _probed(subject: Subject, trace: Trace) -> Any:
-    """Return the gradient errors of each slot (tensor), measured by `probe`; raise PlanError for a model on the meta device, which cannot run."""
+    """Return the gradient errors of each slot (tensor), measured by `probe`; raise PlanError for a model on the meta device."""
     from paredown.check.probe import probe
     from paredown.errors import PlanError
 

@@ -1,4 +1,4 @@
-"""Numbers of a run for loggers (`numbers`, `Monitor`), and the base class of all integrations (`AppliedPlan`).
+"""Memory and update statistics of a run for loggers (`numbers`, `Monitor`), and the base class of integrations (`AppliedPlan`).
 
     memory/weight_gib, memory/gradient_gib, memory/optimizer_gib    stored from step to step, packed or not
     memory/activation_gib                                           packed between forward and backward; a Monitor reports the maximum

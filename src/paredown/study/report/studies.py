@@ -1,4 +1,4 @@
-"""The parts of a report's record, and how they are made from picks, trials and footprints.
+"""Make the parts of a report's record from picks, trials and footprints.
 
     Study             one task: its plans on a chart (PlanMark), the best plan for each budget (BudgetPick), memory by plan (MemoryUse)
     ReportedTrial     a trial, with the label of its plan instead of the plan

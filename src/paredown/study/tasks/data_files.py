@@ -158,7 +158,7 @@ def _channels_first(array: Array, what: str) -> Tensor:
 
 
 def scaled(data: Examples, side: int) -> Examples:
-    """Return the same pictures, resized to `side` x `side` pixels."""
+    """Return the pictures of `data`, resized to `side` x `side` pixels."""
     if data.x_train.shape[-2:] == (side, side):
         return data
     x = [

@@ -1,4 +1,4 @@
-"""Tasks by name: `find_task` returns the Task that a text names.
+"""`find_task` returns the Task that a text names:
 
     digits                                    handwritten digits, a file of this package
     fashion_mnist                             Fashion-MNIST, from Debian's package dataset-fashion-mnist

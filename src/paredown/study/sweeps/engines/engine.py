@@ -48,7 +48,7 @@ class Engine(ABC):
 
     @abstractmethod
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """Return the trials that have ended, as soon as there are any; empty after `seconds`."""
+        """Return the trials that have ended, as soon as there are any; an empty list if none ends within `seconds`."""
 
     @abstractmethod
     def stop(self) -> None:
