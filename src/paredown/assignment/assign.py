@@ -108,10 +108,10 @@ def assign(
 
     `method` is a row of METHODS. `sensitivities` is the result of `probe`, for method "sensitivity". `levels` are the formats of
     activations, the best first (None: unmodified), for comparisons; then parameters are unmodified. `seed` is that of method "random".
-    `recompute` says whether repeated layers may be checkpointed (activation checkpointing), or single tensors of a compiled step
-    recomputed, which costs time: None where formats would be slower or their errors large, True where their errors would be large, False
-    never (assignment/checkpointed_layers.py). With `levels`, and for methods that only serve comparisons, None means: only if nothing else
-    fits. If no plan fits, layers run in tiles too (assignment/tiled_layers.py), but not with `recompute` False, with `prefer`, or in these
+    `recompute` says when repeated layers may be checkpointed (activation checkpointing), or single tensors of a compiled step recomputed,
+    which costs time: None if formats would be slower or their errors large, True if their errors would be large, False never
+    (assignment/checkpointed_layers.py). With `levels`, and for methods that only serve comparisons, None means: only if nothing else fits.
+    If no plan fits, layers run in tiles too (assignment/tiled_layers.py), but not with `recompute` False, with `prefer`, or in these
     comparisons.
 
     `prefer` is "accuracy" for the least error, with checkpointed layers only if nothing else fits, or "speed" for the least predicted step
@@ -172,7 +172,7 @@ def assign(
 
 
 def _attempts(trace: Trace, planning: Planning, *, may_tile: bool) -> Iterator[tuple[Trace, Tiles, Planning]]:
-    """Yield (trace, rules for tiles, settings) of each search to try until a plan fits: with a margin, without, and with tiles."""
+    """Yield (trace, rules for tiles, settings) of the searches to try in turn until a plan fits: with a margin, without, with tiles."""
     yield trace, (), planning
     if planning.has_margin:
         yield trace, (), Planning(planning.budget_bytes, planning.budget_bytes, keeps_margin=False)
@@ -182,7 +182,7 @@ def _attempts(trace: Trace, planning: Planning, *, may_tile: bool) -> Iterator[t
 
 @dataclass(frozen=True)
 class Planning:
-    """The settings of a search for a plan: its budget, and the bytes (`within_bytes`) that a plan's peak must be within.
+    """The settings of a search for a plan: its budget, and `within_bytes`, the most bytes that the peak of a plan may take.
 
     With `keeps_margin`, that peak is `Footprint.bound_bytes`, with a margin for unpredicted memory; otherwise it is `peak_bytes`.
     """

@@ -123,7 +123,7 @@ class HostBudget:
 
 
 def _best(plans: Sequence[tuple[Plan, float, float]], tolerated: Sequence[float]) -> Plan:
-    """Return the best of `plans` (plan, error, seconds): the quickest whose error is at most the first tolerated error that any plan keeps.
+    """Return the best of `plans` (plan, error, seconds): the quickest within the smallest tolerated error, or else within the next one.
 
     If no plan has a tolerated error, it is the one of least error. Of equal plans it is the first, which offloads least.
     """

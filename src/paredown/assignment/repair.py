@@ -63,7 +63,7 @@ class SlotMove:
 
 @dataclass(frozen=True)
 class RepairedPlan:
-    """The result of `repair`: the new plan, the slots whose format changed, and those whose request was met or refused."""
+    """The result of `repair`: the new plan, the slots whose format changed, and those that were raised or could not be raised."""
 
     plan: Plan
     moves: tuple[SlotMove, ...] = ()
@@ -73,10 +73,7 @@ class RepairedPlan:
 
 @dataclass(frozen=True)
 class RepairTerms:
-    """The constraints of a repair: trace, budget in bytes, gradient errors of slots, and formats that activations may have.
-
-    `sensitivities` None means that errors follow from the role table.
-    """
+    """The constraints of a repair: trace, budget in bytes, gradient errors of slots (None: role table), formats for activations."""
 
     trace: Trace
     budget_bytes: int

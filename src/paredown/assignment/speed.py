@@ -52,10 +52,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Preference:
-    """The checked arguments of `assign` about speed: "speed" or "accuracy", the error allowed for speed, and the costs of time.
-
-    `error_allowance` None stands for ALLOWANCE_FACTOR times the error of prefer="accuracy".
-    """
+    """The checked arguments of `assign` about speed: preference, allowed error (None: by ALLOWANCE_FACTOR), and calibration."""
 
     prefer: str
     error_allowance: float | None

@@ -61,9 +61,8 @@ LADDER: Ladder = (
 MOST_FREE_SLOTS = 2  # up to this many slots of an item have independent formats; more slots all have the same format
 OF_WEIGHT = (Role.WEIGHT.value, Role.RESIDUE.value)
 Rows = Mapping[str, Mapping[str, str]]  # name of a way to store a parameter -> role -> format
-_TIERS = {
-    name: row for name, row in TIERS.items() if row and name != "fine_tune"
-}  # fine_tune differs from safe only in the length of blocks
+# fine_tune differs from safe only in the length of blocks
+_TIERS = {name: row for name, row in TIERS.items() if row and name != "fine_tune"}
 _PLAIN_GRADIENT = {name: {role: text for role, text in row.items() if role != "gradient"} for name, row in _TIERS.items()}
 # Gradients and weights in 4 bits cost less than activations in 2 bits in all trials of the prior `state_budgets` (docs/log.md, 2026-11-19).
 _FOUR_BITS = {"gradient": "int4/64@bf16", "weight": "int4/64@e8m0"}

@@ -62,7 +62,7 @@ class AssignmentPoint:
 
 
 def best_within(points: Iterable[AssignmentPoint], budget_bytes: int) -> AssignmentPoint | None:
-    """Return the choice of formats of least error, and among equals of lowest peak, whose peak is within the budget; None if none fits."""
+    """Return the choice of formats of least error (then of lowest peak) whose peak is within the budget; None if none fits."""
     fitting = [point for point in points if point.peak_bytes <= budget_bytes]
     return min(fitting, key=lambda point: (point.error, point.peak_bytes), default=None)
 
@@ -401,7 +401,7 @@ def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -
 
 
 def _probed_name(slot: Slot, sensitivities: Sensitivities) -> str | None:
-    """Return the name under which `sensitivities` has a slot, which any operation may have given it; None if it has none."""
+    """Return the name by which `sensitivities` has a slot, its own or one that an operation gave it; None if it has none."""
     return next(iter(sensitivities.known((slot.name, *slot.names))), None)
 
 

@@ -159,10 +159,7 @@ def probe_steps() -> Iterator[int]:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor | None:
-    """Return the norm of all gradients together, as a tensor on their device; None if there are no gradients.
-
-    It is infinity or NaN if a value is not finite.
-    """
+    """Return the norm of all gradients together, as a tensor on their device (infinity or NaN if a value is); None if there are none."""
     if not gradients:
         return None
     norm = torch.nn.utils.get_total_norm(gradients)
@@ -216,7 +213,7 @@ class GuardState:
     refused_until: dict[str, int] = field(default_factory=dict[str, int])
 
     def begin(self, optimizer: str) -> bool:
-        """Count a call of `optimizer.step()`, and return whether it begins a new training step, as it does if `optimizer` already ran."""
+        """Count a call of `optimizer.step()`, and return whether a new training step begins, since this optimizer ran in the last one."""
         is_new = not self.done or optimizer in self.done
         self.steps += is_new
         self.done = [optimizer] if is_new else [*self.done, optimizer]

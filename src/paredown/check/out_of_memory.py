@@ -48,15 +48,8 @@ from paredown.roles import Role
 from paredown.session.open_sessions import any_session_of
 from paredown.sizes import parse_bytes, say_bytes
 
-STORED_BEFORE = (
-    Role.WEIGHT,
-    Role.MASTER,
-    Role.RESIDUE,
-    Role.MOMENT1,
-    Role.MOMENT2,
-    Role.BUFFER,
-    Role.INPUT,
-)  # exist when a step begins
+# roles of tensors that exist when a step begins
+STORED_BEFORE = (Role.WEIGHT, Role.MASTER, Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.BUFFER, Role.INPUT)
 CLEARLY = 0.95  # of the peak; a plan above that is not worth another run
 SHARE_AT_PEAK = 0.01  # roles with a smaller share of the peak are not named
 FRAGMENTED = 0.05  # of the device's memory: as much as that, reserved and not allocated, is worth advice

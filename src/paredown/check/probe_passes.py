@@ -56,9 +56,8 @@ class HeldSlot:
     nodes: list[Any] = field(default_factory=list)
     pin: Pin | None = None
     is_centered: bool = False  # backward subtracts a mean from it
-    rounded: dict[Format, PackedTensor] = field(
-        default_factory=dict[Format, PackedTensor]
-    )  # for several nodes that use the slot one by one
+    # rounded values, stored for several nodes that use the slot one by one
+    rounded: dict[Format, PackedTensor] = field(default_factory=dict[Format, PackedTensor])
 
     def resolved(self, format: Format) -> Format | None:
         """Return the format in which a session stores this slot if a plan requests `format`; None if it is stored unmodified."""
@@ -167,10 +166,7 @@ class SlotRounding:
 
 @dataclass(eq=False)
 class NodeEnergies:
-    """The sums of squares ("energies") of the gradients that enter and leave an autograd node.
-
-    `differences` has those of the changes of the leaving gradients, by the (slot, format) that was rounded.
-    """
+    """The sums of squares ("energies") of an autograd node's gradients, and of their changes by (slot, format) that was rounded."""
 
     node: Any
     incoming: Tensor
@@ -211,9 +207,7 @@ class NoiseMeasurement:
         weights: dict[Any, float] = {}
         errors: dict[tuple[str, str], tuple[float, float]] = {}
         nodes = [row.node for row in self._measured]
-        for node, (incoming, outgoing, by_format) in zip(
-            reversed(nodes), reversed(rows), strict=True
-        ):  # from parameters to the loss
+        for node, (incoming, outgoing, by_format) in zip(reversed(nodes), reversed(rows), strict=True):  # from parameters to loss
             targets = [edge for edge, _ in node.next_functions]
             values = [_weight(target, of_parameters, weights) for target in targets]
             if incoming > 0:

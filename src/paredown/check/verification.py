@@ -251,7 +251,7 @@ class FaultSearch:
         self.is_spent = False
 
     def minimal_groups(self, slots: Sequence[str], fails: Fails) -> tuple[list[list[str]], bool]:
-        """Return the smallest groups of `slots` that make the test fail, and whether it fails even with no slot stored.
+        """Return groups of `slots` that make the test fail, none of which can be smaller, and whether it fails with no slot stored.
 
         `fails(names)` runs the test: it stores only the slots `names`, and returns whether gradients are wrong.
         """
@@ -265,7 +265,7 @@ class FaultSearch:
         return groups, False
 
     def _minimal(self, fails: Fails, kept: list[str], candidates: list[str], *, is_known: bool) -> list[str]:
-        """Return the smallest part of `candidates` that makes the test fail if it is stored together with `kept`."""
+        """Return a part of `candidates` that makes the test fail if it is stored together with `kept`; no slot of it can be left out."""
         if not is_known and self._fails(fails, kept):
             return []
         if len(candidates) == 1 or self.is_spent:

@@ -73,7 +73,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotStorage:
-    """The way in which a plan stores one activation: packed (`packs`) or unmodified, with the `reason` if the plan requests another.
+    """The way in which a plan stores one activation: packed (`packs`) or unmodified, and the `reason` if the plan requests another.
 
     `format` is the format of the packed values, None if the tensor is unmodified or if only bits or indices are packed. `recomputed` means
     that the values take no memory, since backward recomputes them from another stored tensor.
@@ -137,7 +137,7 @@ def parameter_of(moment: Slot, weights: dict[str, Slot]) -> Slot | None:
 
 
 def slot_storage(slot: Slot, plan: Plan) -> SlotStorage:
-    """Return how `plan` stores an activation: whether it is packed, in which format, and why not as requested.
+    """Return how `plan` stores an activation: whether it is packed, in which format, and the reason if the plan requests another.
 
     If several operations save the tensor, the format is that of the first, or of a later operation that needs more precision.
     """
@@ -160,7 +160,7 @@ def slot_storage(slot: Slot, plan: Plan) -> SlotStorage:
 
 
 def can_recompute(slot: Slot, source: SlotStorage) -> bool:
-    """Return whether backward can recompute `slot` precisely enough from another activation, stored as `source` says."""
+    """Return whether the values that `source` stores are precise enough for backward to recompute `slot` from them."""
     if source.format is None or source.recomputed:
         return False
     first = next((saver for saver in slot.savers if saver.use is Use.VALUE), None)
@@ -232,7 +232,7 @@ def pinned_pieces(nbytes: int) -> list[int]:
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """Return the bytes of pinned host memory that torch allocates for one tensor of `nbytes` bytes, in several buffers."""
+    """Return the bytes of pinned host memory that torch allocates for a tensor of `nbytes` bytes, split by `pinned_pieces`."""
     return sum(1 << (size - 1).bit_length() for size in pinned_pieces(nbytes))
 
 
@@ -306,8 +306,8 @@ def _decoded(slot: Slot) -> Iterator[tuple[int, int]]:
 def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Interval]:
     """Yield the intervals in which a gradient, and the residue (extra bits) of its weight, hold memory.
 
-    If gradients are packed, their packed sum is stored all the time, and the new gradient until it is added. A gradient that is released
-    inside backward has no packed sum. `end` is the last tick of the step.
+    If gradients are packed, their packed sum is stored all the time, and the new gradient until it is added. A gradient that is used and
+    freed inside backward has no packed sum. `end` is the last tick of the step.
     """
     if formats.residue_bytes:
         yield Interval(Role.RESIDUE, slot.module, 0, end, formats.residue_bytes)
@@ -321,7 +321,7 @@ def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Inter
 def activation_intervals(activations: Iterable[Slot], storages: Mapping[str, SlotStorage]) -> Iterator[Interval]:
     """Yield the intervals in which activations, stored as `storages` says, hold memory.
 
-    Activations that share a torch storage must all be in `activations`, since the last one frees it.
+    Activations that share a torch storage must all be in `activations`, since the storage is freed with the last of them.
     """
     by_storage: dict[int, list[Slot]] = defaultdict(list)
     for slot in activations:

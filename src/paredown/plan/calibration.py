@@ -83,10 +83,7 @@ class FormatCost:
 
 @dataclass(frozen=True)
 class HostCost:
-    """The seconds of host (CPU) time that each kind of call takes, such as packing a tensor or calling a module.
-
-    The time for packing and checkpointing is added to the time of the step's operations and of operations that run twice.
-    """
+    """The seconds of host (CPU) time that each kind of call takes, such as packing a tensor or calling a module."""
 
     empty_operation: float  # one addition of one value, called in a loop
     operation: float  # the call of one kernel whose own host time is not in `issued`
@@ -213,7 +210,7 @@ class Calibration:
         return calibration
 
     def save(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write the calibration as JSON and return the path of the file, by default in the cache folder."""
+        """Write the calibration as JSON to `path`, or to the cache folder if that is None, and return the path of the file."""
         target = calibration_path(self.device) if path is None else Path(path)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -85,7 +85,7 @@ def is_inside(path: str, module: str) -> bool:
 
 
 def is_of(name: str, module: str) -> bool:
-    """Return whether `name`, the name of a saved tensor or the path of a call, belongs to `module` or to a module inside of it.
+    """Return whether a saved tensor's name, or a module's path with a call number ("layers.1@2"), belongs to `module` or a module in it.
 
     >>> is_of("layers.1.relu@2:output", "layers.1"), is_of("layers.10:input", "layers.1")
     (True, False)
@@ -95,7 +95,7 @@ def is_of(name: str, module: str) -> bool:
 
 @cached_on_trace
 def modules_of(trace: Trace) -> list[str]:
-    """Return the paths of the modules in whose forward operations ran, and of the modules that contain these."""
+    """Return the paths of the modules that ran operations in forward, and of the modules that contain them."""
     return with_parents(CALL.sub("", output.module) for output in trace.outputs if output.phase == "forward")
 
 
@@ -112,10 +112,7 @@ def with_parents(paths: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class CheckpointSpan:
-    """The times at which a checkpointed module begins and ends in forward, and at which backward begins and ends to need it.
-
-    A time (tick) is a position in the step's list of operations.
-    """
+    """The ticks (positions of operations in the step) at which a checkpointed module starts and ends in forward and in backward."""
 
     module: str
     start: int
@@ -152,7 +149,7 @@ def _with_module(trace: Trace, module: str) -> Trace:
 
 
 def _span(trace: Trace, module: str) -> CheckpointSpan | str:
-    """Return the times at which a module runs and backward needs it, or a sentence with the reason why it cannot be checkpointed."""
+    """Return the span of ticks of a module in forward and backward, or a sentence with the reason why it cannot be checkpointed."""
     outputs = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
     start, end = min(o.birth for o in outputs), max(o.birth for o in outputs)
     weights = [slot for slot in trace.of(Role.WEIGHT) if is_inside(slot.module, module)]
@@ -229,7 +226,7 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
 
 
 def _with_frozen(slots: Iterable[Slot], before: Trace, span: CheckpointSpan) -> Iterator[Slot]:
-    """Yield `slots`, where the largest frozen weights that one call decodes have one more decoded copy, in the second forward pass.
+    """Yield `slots`, where the frozen weights of the largest module call are decoded once more, in the second forward pass.
 
     That pass runs in one tick and decodes frozen weights one at a time, or together those with which a module runs (experts). `before` is
     the trace without this checkpoint. Sessions decode frozen weights again where backward reads them.
@@ -303,7 +300,7 @@ def _unsaved_input(output: Output, span: CheckpointSpan, reason: str, storage: i
 
 
 def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
-    """Return the two allocations of a tensor inside of the checkpointed module: in forward, and in the second forward pass."""
+    """Return two allocations of a tensor inside of the checkpointed module: in forward, and when forward runs again in backward."""
     end = min(slot.dropped, span.end) if not slot.parts else slot.dropped
     forward = Output("saved", slot.module, "forward", slot.shape, slot.dtype, slot.nbytes, slot.birth, max(end, slot.birth))
     death = max(_last_read(slot), span.backward_start)
@@ -311,12 +308,12 @@ def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
 
 
 def _last_read(slot: Slot) -> int:
-    """Return the tick of backward's last read of the tensor, after which it is freed, before gradients are summed."""
+    """Return the tick (operation) at which backward reads the tensor last; it is freed then, before gradients are summed."""
     return max((end for part in slot.parts for _, end in part.decoded), default=slot.death)
 
 
 def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
-    """Return the slot of a module's result that later operations save, and the allocation of its copy in the second forward pass."""
+    """Return the slot of a module's result that later operations save, and the allocation of its copy when forward runs again."""
     savers = tuple(saver for saver in slot.savers if not span.has(saver.name))
     own_parts = _own_parts(slot, span)
     end = max((part.released for part in own_parts), default=span.backward_start)
@@ -330,22 +327,22 @@ def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
 
 
 def _extended(output: Output, span: CheckpointSpan) -> Output:
-    """Return the allocation `output`, which lives until the module's backward is done if it is an input of the checkpointed module."""
+    """Return `output`, or, if it is an input of the checkpointed module, a copy that lives until the module's backward is done."""
     is_before = output.phase == "forward" and not output.slot and output.birth < span.start <= output.death
     is_input = is_before and (span.start <= output.used <= span.end or (output.used < 0 and output.death <= span.end + 1))
     return replace(output, death=max(output.death, span.backward_end)) if is_input else output
 
 
 def _weight_used_twice(weight: Slot, span: CheckpointSpan, complete: int) -> Slot:
-    """Return the slot of a weight that the checkpointed module reads in both of its forward passes.
+    """Return the slot of a weight that the checkpointed module reads in forward, and when forward runs again in backward.
 
-    From the second forward pass on it is decoded again, until its gradient is complete at the tick `complete`.
+    From then on it is decoded again, until its gradient is complete at the tick `complete`.
     """
     return replace(weight, running=(*weight.running, (span.backward_start, max(span.backward_start, complete))))
 
 
 def _cast_used_twice(trace: Trace, cast: Slot, span: CheckpointSpan, *, is_trained: bool) -> Slot:
-    """Return the slot of a weight's autocast copy that the module makes in both of its forward passes.
+    """Return the slot of a weight's autocast copy that the module makes in forward, and again when forward runs in backward.
 
     Autocast caches the copies of trained weights until its context ends, and no others.
     """
@@ -358,10 +355,11 @@ SHARE_IN_8_BITS = 0.52  # of two bytes, with scales; half of that of float32
 
 @dataclass(frozen=True)
 class _SecondPass:
-    """The memory that a checkpointed module's second forward pass takes at its largest moment, beside the tensors that it saves.
+    """The most memory that a checkpointed module holds when its forward runs again in backward, beside the tensors that it saves.
 
     `extra` is this memory in bytes if nothing is packed. `packed` has the tensors that a session may pack, each with the tick at which the
-    first pass reads it last. If they are packed in 8 bits, the largest moment is at tick `moment`, with `beside` more bytes of temporaries.
+    first pass reads it last. If they are packed in 8 bits, the memory is largest at the tick `moment`, with `beside` more bytes of
+    temporaries.
     """
 
     span: CheckpointSpan
@@ -372,7 +370,7 @@ class _SecondPass:
 
     @staticmethod
     def of(trace: Trace, span: CheckpointSpan) -> _SecondPass:
-        """Return the memory that the second forward pass of the module at `span.module` takes."""
+        """Return the memory that the module at `span.module` holds when its forward runs again in backward."""
         inner = [slot for slot in trace.activations if _is_inner(slot, span)]
         end = max(s.birth for s in trace.activations if s.birth >= span.start and any(span.has(saver.name) for saver in s.savers))
         ran = [o for o in trace.outputs if o.phase == "forward" and not o.slot and span.start <= o.birth <= end]
@@ -419,7 +417,7 @@ class _SecondPass:
 
 
 def _is_packed_again(slot: Slot) -> bool:
-    """Return whether a session may pack this tensor when the second forward pass of a checkpointed module saves it."""
+    """Return whether a session may pack this tensor if a checkpointed module saves it when its forward runs again."""
     is_large = bool(slot.parts) and not slot.stays and is_large_in_second_pass(slot.nbytes)
     return is_large and all(is_stored_in_second_pass(saver.op, saver.needs) for saver in slot.savers)
 
@@ -435,7 +433,7 @@ def _in_8_bits(slot: Slot, read: int) -> list[tuple[int, int]]:
 
 
 def _largest(changes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return (tick, bytes): when the sum of all changes (tick, bytes) so far is largest, and this sum.
+    """Return the tick at which the running sum of `changes`, pairs (tick, bytes), is largest, and that sum.
 
     All changes of one tick count together.
 

@@ -75,7 +75,7 @@ NOTHING_SENT = Communication()
 
 @dataclass(frozen=True)
 class Distribution:
-    """The settings of a training with several processes: strategy, their number, modules under `fully_shard` (`units`), reduction."""
+    """The settings of training with several processes: strategy, their number, modules under `fully_shard`, format of reductions."""
 
     strategy: str
     world_size: int
@@ -91,9 +91,9 @@ class Distribution:
         return 2 * (self.world_size - 1) * nbytes // self.world_size
 
     def scratch_bytes(self, chunk: int) -> int:
-        """Return the bytes of temporary memory in which a reduction of low-bit gradients lets each process sum `chunk` values.
+        """Return the temporary bytes of a reduction of gradients in a low-bit format, in which each process sums `chunk` values.
 
-        It holds codes sent and received, a decoded chunk and its sum.
+        They hold codes sent and received, a decoded chunk and its sum.
         """
         return 0 if self.reduction is None else 2 * self.world_size * self.reduction.nbytes((1, chunk)) + 2 * FLOAT32_BYTES * chunk
 
@@ -109,9 +109,9 @@ def distribution_of(
     units: Iterable[str] | None = None,
     reduction: Format | str | None = None,
 ) -> Distribution | None:
-    """Return the checked settings of a training with several processes, from arguments of `footprint`; None for one process.
+    """Return the checked settings of training with several processes, from arguments of `footprint`; None for one process.
 
-    If `units` is None, they are the items of lists of modules, such as blocks.0.
+    If `units` is None, the items of lists of modules, such as blocks.0, are taken.
     """
     if type(world_size) is not int or world_size < 1:
         raise PlanError(f"world_size={world_size!r}: give the number of processes, an integer of at least 1.")
@@ -201,9 +201,8 @@ def _ddp_memory(trace: Trace, plan: Plan, shared: Distribution) -> Iterator[Inte
     yield from model_memory(trace, plan, packs_gradients=False)
     gradients = trace.of(Role.GRADIENT)
     yield Interval(Role.GRADIENT, BUCKETS, 0, trace.length, sum(slot.nbytes for slot in gradients))
-    for bucket, at in (
-        _buckets(gradients) if shared.reduction is not None else ()
-    ):  # the scratch of a bucket: its chunks, then the decoded sums of all of them
+    for bucket, at in _buckets(gradients) if shared.reduction is not None else ():
+        # temporary memory of a bucket: its chunks, then the decoded sums of all of them
         scratch = bucket + shared.scratch_bytes(-(-bucket // (FLOAT32_BYTES * shared.world_size)))
         yield Interval(Role.TEMPORARY, BUCKETS, at, at, scratch)
 

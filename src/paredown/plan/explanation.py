@@ -115,7 +115,7 @@ def _activations(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
 
 
 def _what(slot: Slot, storage: SlotStorage, plan: Plan) -> tuple[str, str]:
-    """Return (what, why): how an activation is stored, as one of the words in the file's table, and the reason."""
+    """Return (what, why): how an activation is stored, such as "quantized" or "pinned", and the reason."""
     if slot.stays:
         return "fixed", slot.stays
     if storage.recomputed:

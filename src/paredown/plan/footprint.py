@@ -79,9 +79,8 @@ CONVOLUTIONS = frozenset({"convolution"})
 SHOWN_PRESETS = ("activations8", "activations4", "activations2")
 SHOWN_TIERS = ("safe", "half", "lpmm", "lpmm4")
 MODEL_ROLES = (Role.WEIGHT, Role.RESIDUE, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
-STAYING = frozenset(
-    {Role.WEIGHT, Role.RESIDUE, Role.FROZEN, Role.MOMENT1, Role.MOMENT2, Role.BUFFER, Role.INPUT}
-)  # roles of tensors that stay allocated from step to step
+# roles of tensors that stay allocated from step to step
+STAYING = frozenset({Role.WEIGHT, Role.RESIDUE, Role.FROZEN, Role.MOMENT1, Role.MOMENT2, Role.BUFFER, Role.INPUT})
 PRODUCTS = (
     "layers that multiply in 8 bits are counted as unmodified ones: their inputs in the plan's format of activations. "
     "Where it saves codes instead, a value takes 8 bits"
@@ -109,7 +108,7 @@ class Allocator:
     def bound(self, nbytes: Any, *, comes_and_goes: Any = True, is_compiled: bool = False) -> Any:
         """Return an upper bound of the bytes that the device allocates for `nbytes`; `assign` keeps budgets by it.
 
-        `comes_and_goes` says whether the tensor is allocated anew in each step, `is_compiled` whether torch.compile made the step.
+        `comes_and_goes` says whether the tensor is allocated anew in each step, `is_compiled` whether torch.compile compiled the step.
         """
         is_large = (nbytes >= MIB) & comes_and_goes
         is_odd = is_large & (nbytes % SEGMENT != 0)
@@ -415,7 +414,7 @@ def _workspace(trace: Trace) -> int:
 
 @cached_on_trace
 def workspace_margin(trace: Trace) -> int:
-    """Return the bytes of workspace that cuDNN may allocate beyond the expected ones, for convolutions in float32."""
+    """Return the bytes of workspace that cuDNN may allocate beyond the expected peak's, for convolutions in float32."""
     calls = (one.arguments for one in trace.operations if one.op == CONVOLUTION_BACKWARD and one.arguments)
     return max(map(_copied_bytes, calls), default=0) if trace.device == "cuda" else 0
 
@@ -455,7 +454,7 @@ def model_bytes(trace: Trace, plan: Plan) -> int:
 
 
 def peak_tick(held: Iterable[Interval], length: int) -> tuple[int, int]:
-    """Return (tick, bytes): when the intervals `held` hold the most bytes in memory, and how many. `length` is the step's last tick.
+    """Return the tick (operation) at which the intervals `held` take most bytes, and these bytes; `length` is the last tick.
 
     >>> peak_tick([Interval(Role.INPUT, "", 0, 2, 10), Interval(Role.INPUT, "", 2, 3, 5), Interval(Role.INPUT, "", 3, 4, 9)], 4)
     (2, 15)

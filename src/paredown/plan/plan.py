@@ -114,9 +114,8 @@ class Plan:
     products: Products = ()
     tiles: tuple[tuple[str, int], ...] = ()
     _index: SelectorIndex = field(default=SelectorIndex(()), init=False, compare=False)
-    _assignments: dict[tuple[tuple[str, ...], Role], Assignment] = field(
-        default_factory=dict, init=False, compare=False
-    )  # results of `find`
+    # results of `find`
+    _assignments: dict[tuple[tuple[str, ...], Role], Assignment] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
         pairs = [(Selector.parse(key), assignment) for key, assignment in _checked(self.rules)]
@@ -141,20 +140,13 @@ class Plan:
     ) -> tuple[tuple[tuple[str, Assignment], ...], tuple[str, ...], tuple[str, ...], Products, tuple[tuple[str, int], ...]]:
         """Return everything in the plan that has an effect, as one value; plans with the same effect have equal keys.
 
-        Reasons are left out. Priors, picks, sweeps and reports use the value to recognize a plan.
+        Reasons are left out. Sweeps, reports and other parts of paredown recognize a plan by it.
         """
         return self.rules, self.recompute, self.offload, self.products, self.tiles
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, (
-            self.rules,
-            self.reason,
-            dict(self.made_for),
-            self.recompute,
-            self.offload,
-            self.products,
-            self.tiles,
-        )  # a copy starts with an empty cache
+        # a copy starts with an empty cache
+        return Plan, (self.rules, self.reason, dict(self.made_for), self.recompute, self.offload, self.products, self.tiles)
 
     @staticmethod
     def uniform(
@@ -187,7 +179,7 @@ class Plan:
     def set(
         self, key: str, format: FormatLike, *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None
     ) -> Plan:
-        """Return this plan with a last rule for `key`; it replaces a rule with the same key. `format` None means stored unmodified.
+        """Return this plan with a rule for `key` added at the end, or replaced; `format` None stores matching tensors unmodified.
 
         Keys with `product` choose the layers that multiply 8-bit codes: set("product=layers.*", "e4m3fn"), set("product=head", None).
         """
@@ -249,7 +241,7 @@ class Plan:
     def offloading(self, *slots: str) -> Plan:
         """Return this plan with packed activations stored in host memory until backward needs them, on a GPU.
 
-        `slots` are names or patterns of activations; without any, inputs of checkpointed layers are stored so.
+        `slots` are names or patterns of activations; without any, the inputs of checkpointed layers are stored there.
 
         >>> Plan.preset("activations8").offloading("layers.*")
         Plan(1 rule)
@@ -263,7 +255,7 @@ class Plan:
     def tiling(self, *modules: str, length: int) -> Plan:
         """Return this plan with modules, given by path or pattern, that run over pieces of the sequence of `length` tokens.
 
-        The outermost modules inside that act on tokens one by one run so, such as MLPs and norms; they run again, piece by piece, in
+        In these modules, the outermost ones that act on tokens one by one, such as MLPs and norms, run in pieces, and run again so in
         backward.
 
         >>> Plan().recomputing("layers.*").tiling("layers.*", length=2048)
@@ -402,7 +394,7 @@ class Plan:
         return Differences(rows)
 
     def _effects(self) -> list[dict[str, Assignment | str]]:
-        """Return the plan's settings as one dict for each kind, key -> assignment or text, for `diff` to compare."""
+        """Return the plan's settings for `diff` to compare: for each kind of rule, a dict from key to assignment or text."""
         words = {text: ("slot", "recomputed") if ":" in text else ("module", "checkpointed") for text in self.recompute}
         return [
             dict(self.rules),

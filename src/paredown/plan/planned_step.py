@@ -127,7 +127,7 @@ def unhonoured_recomputation(step: Trace, plan: Plan) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def layer_of(name: str) -> str:
-    """Return the layer of a saved tensor by its name: the path of the outermost module named by a number, else of its own module."""
+    """Return the path of the layer to which a saved tensor belongs: the outermost module named by a number, else its own module."""
     parts = CALL.sub("", name.partition(":")[0]).split(".")
     first = next((place for place, part in enumerate(parts) if NUMBERED.fullmatch(part)), len(parts) - 1)
     return ".".join(parts[: first + 1])

@@ -43,7 +43,7 @@ KEY_FORMS = (
 
 
 class SelectorRank(IntEnum):
-    """The precedence of a rule's key that matches a slot; among all matching rules, the key of the highest rank decides."""
+    """How specifically a rule's key matches a slot: by role, pattern or name; of all matching rules the most specific one decides."""
 
     NONE = 0
     ROLE = 1
@@ -53,7 +53,7 @@ class SelectorRank(IntEnum):
 
 @dataclass(frozen=True)
 class Selector:
-    """The condition of a plan's rule, which matches all slots (tensors) of a role, all that a name pattern matches, or one by name."""
+    """The condition of a plan's rule: it matches all slots (tensors) of a role, those whose name fits a pattern, or one by its name."""
 
     role: Role | None
     name: str | None  # None: the role as a whole
@@ -225,7 +225,7 @@ OFFLOADED_SLOTS = "offload is a list of slots by name or pattern, such as ['laye
 
 
 def checked_names(names: Any, what: str) -> tuple[str, ...]:
-    """Return names and patterns as a tuple; raise PlanError for other types. `what` begins the error message."""
+    """Return `names` (slot names, module paths or patterns) as a tuple; raise PlanError, which begins with `what`, for other types."""
     texts: tuple[Any, ...] = tuple(names) if isinstance(names, tuple | list) else (names,)
     if isinstance(names, str) or not all(isinstance(text, str) and text for text in texts):
         raise PlanError(f"{what}, not {brief(names)}.")
@@ -233,7 +233,7 @@ def checked_names(names: Any, what: str) -> tuple[str, ...]:
 
 
 def checked_tiles(rules: Any) -> tuple[tuple[str, int], ...]:
-    """Return rules for tiles as (path or pattern of modules, number of tokens); raise PlanError for other values."""
+    """Return rules (path or pattern of modules, number of tokens of a piece) as tuples; raise PlanError for other values."""
     given: list[Any] = list(rules) if isinstance(rules, list | tuple) else [rules]
     for rule in given:
         is_pair = isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str) and rule[0] and ":" not in rule[0]

@@ -129,7 +129,7 @@ def _operations(operations: Iterable[Operation], calibration: Calibration) -> St
 
 @cached_on_trace
 def called_modules(trace: Trace) -> list[str]:
-    """Return the paths of the modules in whose forward operations run, and of the modules that contain these."""
+    """Return the paths of the modules that run operations in forward, and of the modules that contain them."""
     return with_parents(one.module for one in trace.operations if one.phase == "forward")
 
 
@@ -175,7 +175,7 @@ def _checkpointing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTi
 
 
 def _tiling(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
-    """Return the time that tiles add: a second forward pass of each module, and the host's calls for all pieces but one.
+    """Return the time that running modules over pieces adds: a second forward pass, and the host's calls for all pieces but one.
 
     The second pass of a module that is last in a checkpointed layer belongs to the second pass of the layer, and is not added.
     """

@@ -107,7 +107,7 @@ class Assignment:
 
     @property
     def resolved_rounding(self) -> Rounding:
-        """The rounding of activations: the requested rounding, or else the default, which is to nearest."""
+        """Return the rounding of activations: the requested rounding, or else the default, which is to nearest."""
         return self.rounding_in(Role.ACTIVATION)
 
     def rounding_in(self, role: Role) -> Rounding:
@@ -160,7 +160,7 @@ def resolves_differences(format: Format) -> bool:
 
 @lru_cache(maxsize=256)
 def with_minimum(format: Format) -> Format:
-    """Return the format of as many bits with unsigned integers and a minimum (an offset) for each block.
+    """Return the format with as many bits as `format` that has unsigned integers and a minimum (an offset) for each block.
 
     >>> str(with_minimum(Format.parse("e2m1fn/32@e8m0")))
     'uint4/64@bf16+bf16'

@@ -93,7 +93,7 @@ class _TiledStep:
         self._backward = sorted((module.backward, place) for place, (module, _) in enumerate(self._tiled))
 
     def trace(self) -> Trace:
-        """Return the trace of the step in which the modules run over pieces."""
+        """Return the trace of the step in which the modules run over pieces of the sequence."""
         slots, outputs = list[Slot](), list[Output]()
         for row in (*self._before.outputs, *self._before.slots):
             kept: Slot | Output | None = row
@@ -110,7 +110,7 @@ class _TiledStep:
         return replace(self._before, slots=tuple(self._with_weights(slots)), outputs=tuple(outputs))
 
     def _near(self, row: Slot | Output) -> list[int]:
-        """Return the indices of the tiled modules that may change a row of the trace, ordered as backward runs the modules."""
+        """Return the indices of the tiled modules that may change an entry of the trace, ordered as backward runs the modules."""
         found = {self._at(self._forward, row.birth), self._at(self._backward, row.birth), self._at(self._backward, row.birth - 1)}
         found |= {self._at(self._backward, row.used)} if isinstance(row, Output) else {self._around(row.module)}
         found |= {self._around(saver.name) for saver in row.savers} if isinstance(row, Slot) else set()
@@ -129,7 +129,7 @@ class _TiledStep:
         return next((self._places[path] for path in paths if path in self._places), -1)
 
     def _unsaved_inputs(self, slots: list[Slot], outputs: list[Output]) -> list[Slot]:
-        """Return new slots for inputs of tiled modules that no operation saves without tiles, and name these slots in `outputs`."""
+        """Return new slots for inputs of tiled modules that the step saves only because of tiles, and name them in `outputs`."""
         number = max((slot.storage for slot in slots), default=-1)
         missing = set(self._places) - {saver.name.partition(":")[0] for slot in slots for saver in slot.savers if saver.op == TILES}
         found: list[Slot] = []
@@ -212,7 +212,7 @@ def _slot(slot: Slot, module: TokenModule, length: int) -> Slot | Output | None:
 
 
 def _made_inside(slot: Slot, module: TokenModule) -> Slot | Output | None:
-    """Return the tensor `slot`, created in `module`, as it is with tiles if it is the module's output, and None if it is not."""
+    """Return what the tensor `slot`, created in `module`, becomes with tiles: the slot or allocation of the module's output, or None."""
     start, end = module.forward
     savers = tuple(saver for saver in slot.savers if not is_of(saver.name, module.path))
     if savers:
@@ -224,7 +224,7 @@ def _made_inside(slot: Slot, module: TokenModule) -> Slot | Output | None:
 
 
 def _saved_input(slot: Slot, module: TokenModule) -> Slot:
-    """Return the slot of a tensor that the module saves but does not create, its input, stored unmodified until its backward is done."""
+    """Return the slot of a tensor that the module saves but does not create: its input, stored unmodified until its backward is done."""
     others = tuple(saver for saver in slot.savers if not is_of(saver.name, module.path))
     parts = tuple(part for part in slot.parts if any(saver.use is part.use for saver in others))
     saver, part = _saver(module), _part(module)

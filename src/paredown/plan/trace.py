@@ -51,9 +51,8 @@ PHASES = ("forward", "loss", "backward", "step")
 Tick = Annotated[int, Check(lambda value: type(value) is int and -1 <= value <= MAX_TICKS + 1, "a tick of the step, or -1,")]
 StorageNumber = Annotated[int, WHOLE]  # -1: unknown; below: a tensor that autograd's graph does not hold
 Span = tuple[Tick, Tick]
-PieceBytes = tuple[
-    tuple[Annotated[int, COUNT], Annotated[int, COUNT]], ...
-]  # (bytes, bytes a token); a piece needs the largest sum
+# (fixed bytes, bytes per token); a piece needs the largest sum of these over all pairs
+PieceBytes = tuple[tuple[Annotated[int, COUNT], Annotated[int, COUNT]], ...]
 Result = TypeVar("Result")
 SIZED_BY_SHAPE = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
 
@@ -84,9 +83,8 @@ class Part:
     released: Tick
     decoded: tuple[Span, ...] = ()
     bound: int | None = None  # of Use.INDEX: all values are below it
-    becomes_result: bool = (
-        False  # the operation that reads the decoded copy writes its result into it; the result has an `Output` of its own
-    )
+    # the operation that reads the decoded copy writes its result into it; the result has an `Output` of its own
+    becomes_result: bool = False
     # the packed values are in host memory between these two ticks, and on the GPU before and after (plan/planned_step.py)
     away: Span | None = None
 
@@ -110,7 +108,7 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor of a training step in one role, with its bytes and its lifetime; a time (tick) is the position of an operation.
+    """A tensor of a training step in one role, with its bytes and its lifetime; times (ticks) are positions of operations in the step.
 
     `birth` to `death` is its lifetime in the baseline. If the tensor is packed, the original is freed after `dropped`. `stays` is the
     reason why no plan can pack it, "" if a plan can. A view that is a small part of its storage is a slot of its own; slots of one torch
@@ -205,7 +203,7 @@ class TokenModule:
     """A module that a step calls once, with gradients, and what it allocates if it runs over pieces of the sequence (session/tiles.py).
 
     `whole` is the reason why it cannot run in pieces, "" if it can. `tokens` is the length of the sequence; `forward` and `backward` are
-    the first and last tick there. `in_forward` and `in_backward` give the bytes inside while pieces run, without its input, output and
+    its first and last tick there. `in_forward` and `in_backward` give the bytes inside while pieces run, without its input, output and
     their gradients.
     """
 
@@ -311,7 +309,7 @@ class Trace:
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Trace:
-        """Return the trace that `save` wrote."""
+        """Return the trace that `save` wrote to this file."""
         return load_json(path, "trace", TraceError, Trace.from_json, hint="Traces are written by trace.save(path).")
 
 

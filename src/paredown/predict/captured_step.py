@@ -64,7 +64,7 @@ class Partition:
 
 @dataclass
 class CapturedGraph:
-    """A graph of a compiled step, split into forward and backward for no packing, for packing, and for packing in 4 bits.
+    """A graph of a compiled step, split into forward and backward in three ways: no packed activations, packed, packed in 4 bits.
 
     `joint` has facts about the nodes of the graph before it was split.
     """
@@ -75,7 +75,7 @@ class CapturedGraph:
     joint: JointGraph
 
     def num_ticks(self, *, is_backward: bool) -> int:
-        """Return how many ticks of the step's timeline a call of the forward (or backward) graph takes: the number of its nodes."""
+        """Return how many ticks (one for each node) a call of the forward or backward graph takes on the step's timeline."""
         graphs = [part.backward if is_backward else part.forward for part in (self.plain, self.packed, self.in_4_bits)]
         return max(len(gm.graph.nodes) for gm in graphs if gm is not None)
 
@@ -98,7 +98,7 @@ class GraphCall:
 class AllPartitions(CustomPartitionerFn):
     """A partitioner for torch.compile that splits each graph into forward and backward in the three ways of `CapturedGraph`.
 
-    It calls `on_graph` with the result, and returns to torch the graphs for no packing.
+    It calls `on_graph` with the result, and returns to torch the graphs without packed activations.
     """
 
     on_graph: Callable[[CapturedGraph], None]
@@ -108,7 +108,7 @@ class AllPartitions(CustomPartitionerFn):
         return "paredown trace"
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return the forward and backward graph (for no packing) of the joint graph `gm`, after splitting it in all three ways."""
+        """Return the forward and backward graph without packed activations, after calling `on_graph` with all three splits."""
         joint = joint_graph(gm, options)
         packed = partition(gm, joint_inputs, options)
         saved = chains_to_save(packed[1].graph, dict.fromkeys((node.name for node in packed[0].graph.nodes), BITS))
@@ -292,7 +292,7 @@ def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
 
 @contextmanager
 def _padding(device: str) -> Generator[None]:
-    """Return a context in which Inductor pads large matrix products as for a GPU, without timing them, since the GPU may be absent."""
+    """Return a context in which Inductor pads large matrix products as on a GPU, without timing them, since the GPU may be absent."""
 
     def should_pad(match: Any, mat1: Tensor, mat2: Tensor, *args: Any, **keywords: Any) -> bool:
         sizes = [*mat1.shape[-2:], mat2.shape[-1]]

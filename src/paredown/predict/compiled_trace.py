@@ -40,11 +40,8 @@ EIGHT_BITS = Format.parse("int8/64@bf16")
 FEW = f"it has fewer than {MIN_PACKED_NUMEL} values, or no floats"
 MASK_OF_SEVERAL = "it is a comparison of several packed tensors, in exact bits"
 OUTSIDE_OF_GRAPHS = "it is saved outside of the compiled graphs"
-MASK_USES = (
-    Use.SIGN,
-    Use.INSIDE,
-    Use.MASK,
-)  # a slot has one packed part for each use, so that it can store up to three comparisons of its tensor
+# a slot has one packed part for each use, so that it can store up to three comparisons of its tensor
+MASK_USES = (Use.SIGN, Use.INSIDE, Use.MASK)
 
 
 @dataclass(frozen=True)

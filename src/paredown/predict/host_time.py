@@ -154,10 +154,7 @@ class SmallNetwork:
         return outermost(modules_of(self.trace), (self.layers,))
 
     def count(self, phases: Sequence[str], of: Callable[[Operation], float] = lambda one: one.op == VIEW) -> float:
-        """Return the sum of `of(operation)` over the operations of `phases`; by default the number of views.
-
-        `phases` are names such as "forward" and "backward".
-        """
+        """Return the sum of `of(operation)` over operations of `phases` ("forward", "backward", ...); by default the number of views."""
         return sum(one.count * of(one) for one in self.trace.operations if one.phase in phases)
 
 

@@ -69,7 +69,7 @@ class OptimizerState:
 
 
 def state_of_optimizer(optimizer: Any, parameters: dict[str, nn.Parameter], device: str, model: nn.Module) -> OptimizerState:
-    """Return the state that an optimizer stores for the trained parameters; it is a name, an instance, or None (no optimizer)."""
+    """Return the state that `optimizer` (a name, an instance, or None) stores for those parameters that are trained."""
     if optimizer is None:
         return OptimizerState("", (), 0)
     trained = {name: p for name, p in parameters.items() if p.requires_grad}

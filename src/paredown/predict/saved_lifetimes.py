@@ -40,7 +40,7 @@ OUTSIDE = "it is outside of the model"
 class StoredPart:
     """The packed data of a saved tensor for one use in backward, and how often autograd holds it (`handles`).
 
-    `packed` and `released` are the ticks at which it is packed and freed. `bound` is a bound that all integers are below; None if unknown.
+    `packed` and `released` are the ticks at which it is packed and freed. Integers are all below `bound`, which is None if unknown.
     """
 
     use: Use

@@ -53,10 +53,10 @@ def trace_step(
 ) -> Trace:
     """Return every tensor that one step of `model` on `batch` stores on `device`; this machine need not have that device.
 
-    If `batch` is a tuple, it holds the model's positional arguments, and with `loss` the target as its last item; if it is a mapping, it
-    holds keyword arguments; a tensor is the only argument. Without `loss` the step's loss is `.loss` of the output, or the output itself if
-    it is one number. `optimizer` is "sgd", "sgdm", "adam", "adamw", "lion", "muon", or an instance. `autocast` is the dtype of the autocast
-    context around forward and loss. The model, the batch and all random states are left unchanged.
+    If `batch` is a tuple, it holds the model's positional arguments, and with `loss` the target as its last item; if it is a mapping,
+    keyword arguments; if it is a tensor, the only argument. Without `loss` the step's loss is `.loss` of the output, or the output itself
+    if it is one number. `optimizer` is "sgd", "sgdm", "adam", "adamw", "lion", "muon", or an instance. `autocast` is the dtype of the
+    autocast context around forward and loss. The model, the batch and all random states are left unchanged.
 
     `compiled` says whether torch.compile compiles the model. Its graphs are traced and not compiled; slots are the tensors that they save.
     This clears Dynamo's cache: models that were compiled before in this process are compiled again at their next call. With `chunked_loss`,
@@ -91,7 +91,7 @@ def _is_of_loss(slot: Slot) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class StepTracer:
-    """A tracer of one training step, which traces it unmodified and, if that differs, as sessions run it.
+    """Traces one training step: without a session, and as a session runs it if that differs.
 
     `options` are the dtype of autocast (or None), and whether the model is compiled. `known_modules` caches the results of `token_modules`
     from earlier traces of this step.
@@ -133,7 +133,7 @@ class StepTracer:
 def _run(
     step: FakeStep, arguments: Arguments, loss: Callable[..., Tensor] | None, autocast: torch.dtype | None, compiled: bool
 ) -> Callable[[Trace], Trace]:
-    """Run the step on fake tensors, and return a function that adds the graphs to its trace if the step is compiled."""
+    """Run the step on fake tensors, and return a function that completes its trace: for a compiled step by the tensors of its graphs."""
     if not compiled:
         step.run(arguments, loss, autocast)
         return lambda trace: trace

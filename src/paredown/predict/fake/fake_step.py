@@ -266,7 +266,7 @@ class FakeStep:
 
     @contextmanager
     def _watched(self, module: nn.Module, outside: str, backward: ExitStack | None = None) -> Generator[None]:
-        """Return a context in which tensors that `module` saves are recorded; those saved by no submodule get the name prefix `outside`.
+        """Return a context in which tensors that `module` saves are recorded; `outside` is a name prefix if it is outside of the model.
 
         If reentrant checkpoints run layers again in backward, hooks stay until `backward` closes; if it is None, they are removed at the
         end.
@@ -424,8 +424,8 @@ def _describe(value: Any) -> str:
 def _masks_by_values() -> Generator[None]:
     """Return a context in which Hugging Face models can read the values of masks and positions.
 
-    With fake tensors they would keep each mask, make a mask from positions that they count themselves, and repeat keys and values to match.
-    In this context the values are known (tensor_values.py). Under torch.compile they are not, and compiled models do make these masks.
+    If they see fake tensors, these models drop no mask, make further masks from positions, and repeat keys and values. In this context they
+    read values that are known (tensor_values.py). Compiled models see fake tensors, and do make these masks.
     """
     module: Any = sys.modules.get(TRACING)
     before = getattr(module, IS_FAKE, None)

@@ -241,7 +241,7 @@ def _same(container: Any, copy: Any) -> bool:
 
 @final
 class DeviceForms(TorchFunctionMode):
-    """A torch function mode in which operations on fake CPU tensors have the shapes, dtypes and saved tensors of `device`.
+    """A torch function mode in which operations on fake CPU tensors have the shapes, dtypes and saved tensors as on `device`.
 
     With `in_graph`, torch.compile traces the operations: then they are CUDA's aten operations, not stand-ins, and tensors are not replaced.
     """
@@ -252,9 +252,8 @@ class DeviceForms(TorchFunctionMode):
         self._in_graph = in_graph
         self._fakes = fakes
         self._bodies: dict[Any, Callable[..., Any] | None] = {}
-        self._casts: dict[
-            tuple[int, torch.dtype], tuple[Tensor, Tensor]
-        ] = {}  # as autocast's cache: each parameter is cast once a step
+        # like autocast's cache: each parameter is cast once a step
+        self._casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")

@@ -114,7 +114,7 @@ class ValuedFakeMode(FakeTensorMode):
             self._values[fake] = Value(lambda: tensor.detach().cpu())
 
     def forget(self) -> None:
-        """Drop all recorded values, and `place`, a function that names the running module and so refers to the step."""
+        """Drop all recorded values, and `place`, a function that refers to the step, so that both can be freed."""
         self._values, self.place = WeakTensorKeyDictionary(), str
 
     def array(self, fake: Tensor) -> Any:
