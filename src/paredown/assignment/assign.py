@@ -222,7 +222,7 @@ def _planned(
     recompute: bool | None,
     ladder: Ladder | None,
 ) -> Plan:
-    """Return the plan that `assign` finds: by `preference` if there is one, else the quickest of small error or that of least error.
+    """Return the plan that `assign` finds: by `preference`, or else the quickest plan with a small error, or the plan of least error.
 
     `ladder` has the formats of the argument `levels`, or None.
     """

@@ -55,7 +55,7 @@ def offloaded_slots(trace: Trace, plan: Plan) -> tuple[str, ...]:
 
 
 def offload_choices(step: Trace) -> Iterator[tuple[str, ...]]:
-    """Yield the patterns of slots to try to offload: none, then those of more and more layers, beginning with the first in forward."""
+    """Yield the patterns of slots to try to offload: none, then the slots of more and more layers, from the first in forward on."""
     yield ()
     paths = list(dict.fromkeys(path for path, _ in saving_layers(step, ALL_PACKED.offloading("*")) if path))
     counts = sorted({-(-len(paths) * part // PARTS) for part in range(1, PARTS + 1)} if paths else ())

@@ -54,7 +54,7 @@ Order = Callable[[tuple[Item, ...], int], list[int]]
 
 @dataclass(frozen=True, eq=False)
 class AssignmentPoint:
-    """A choice of formats for all slots, with its predicted peak and error. `chosen` has each item's row in the ledger."""
+    """A choice of formats for all slots, with its predicted peak and error; `chosen` has the row of each item in the ledger."""
 
     chosen: Ints
     peak_bytes: int
@@ -108,9 +108,9 @@ def _point(ledger: Ledger, chosen: Ints, load: Ints) -> AssignmentPoint:
 
 
 def downward_path(ledger: Ledger) -> Iterator[AssignmentPoint]:
-    """Yield the choices of formats of the greedy search, from the baseline down; each stores one more item in fewer bytes.
+    """Yield the choices of formats of the greedy search, from the baseline down; each stores one more tensor (item) in fewer bytes.
 
-    That item adds the least error for each byte that it frees at the peak.
+    That tensor adds the least error for each byte that it frees at the peak.
     """
     chosen = ledger.starts.copy()
     load = ledger.load(chosen)
@@ -251,7 +251,7 @@ class PointFront:
         return np.flatnonzero(errors < error_to_beat)
 
     def promising(self, peaks: Ints, errors: np.ndarray) -> Ints:
-        """Return the indices of candidates that join the front; of candidates with equal peaks, that of least error."""
+        """Return the indices of candidates that join the front; of candidates with equal peaks, only the one of least error."""
         better = self.could_add(peaks, errors)
         better = better[np.lexsort((errors[better], peaks[better]))]
         lowest = np.minimum.accumulate(np.append(np.inf, errors[better]))[:-1]
@@ -259,7 +259,7 @@ class PointFront:
 
 
 def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[AssignmentPoint]:
-    """Return the Pareto front of `points` and of all choices of formats that differ from them in one or two items."""
+    """Return the Pareto front of `points` and of choices that differ from them in one or two items (groups of tensors stored alike)."""
     front = PointFront()
     for point in points:
         front.add(point)
@@ -280,7 +280,7 @@ def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[
 
 
 def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tuple[Ints, Ints, np.ndarray, int]:
-    """Return changes of one or two items that turn a choice of formats into one that could join the front.
+    """Return changes of one or two items (groups of tensors) that turn a choice of formats into one that could join the front.
 
     The result is (changes, peaks after them, errors after them, number of additions to compute them). A change is a pair of rows of the
     ledger, which are equal if one item changes.

@@ -189,7 +189,7 @@ class GuardRunner(SessionGuard):
         return inf if is_scaled else self.guard.limits.jump
 
     def _suspects(self, taken: OptimizerSteps, measured: Mapping[str, SlotSignal]) -> list[str]:
-        """Return the slots to raise if gradients are suspicious and no error is large: pinned slots first, twice as many in each call."""
+        """Return the slots to raise if gradients are suspicious and no error is large: pinned ones first, twice as many as last time."""
 
         def rank(name: str) -> tuple[bool, float, str]:
             error, format = measured[name].error, self.format_of(name)
@@ -241,7 +241,7 @@ class GuardRunner(SessionGuard):
         self.actions.append(Action(self.memory.steps, THE_PROBE, "due", "skipped", why))
 
     def reprobe(self, batch: Any, loss: Callable[..., Tensor] | None) -> Sensitivities:
-        """Measure sensitivities on `batch` with `loss`, as `probe` does, and choose formats by them within the budget."""
+        """Measure sensitivities (gradient errors of slots) on `batch`, as `probe` does, and choose formats by them within the budget."""
         model = self._model()
         if model is None:
             raise ApplyError("the model of this session was deleted: there is nothing to probe. Keep a reference to the model.")

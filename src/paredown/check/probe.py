@@ -138,7 +138,7 @@ class ProbeMeasurement:
         return sum(part / whole for part, whole in zip(parts.tolist(), self.energies, strict=True) if whole > 0)
 
     def _extend(self, errors: Mapping[str, dict[str, float]], known: Format, formats: Sequence[Format]) -> None:
-        """Add errors of `formats` that were not measured: those of `known`, scaled by the squared rounding errors of the values."""
+        """Add to `errors` formats that were not measured: the error of `known`, scaled by the squared rounding errors of the values."""
         for name, row in errors.items() if formats else ():
             held = self.board.slots[name]
             base = self._rounding_error(held, known)

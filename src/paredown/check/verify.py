@@ -258,7 +258,7 @@ class VerificationRuns:
             return self._gradients()
 
     def _error_of_random_weights(self) -> float:
-        """Return the largest gradient error in unmodified runs with random errors in weights, as large as those of rounding."""
+        """Return the largest gradient error in unmodified runs with random errors in weights, as large as rounding errors."""
         weights = self.session.runs.packed_weights
         errors = {name: expected_error(weights[name].format, Rounding.NEAREST_EVEN) for name in self.originals}
         seeds = iter(range(NUM_DRAWS * sum(1 for _ in self.model.parameters())))

@@ -100,7 +100,7 @@ def modules_of(trace: Trace) -> list[str]:
 
 
 def with_parents(paths: Iterable[str]) -> list[str]:
-    """Return the given paths of modules and those of all modules that contain them, each path once.
+    """Return the given paths of modules, and the paths of all modules that contain them, each path once.
 
     >>> with_parents(["", "layers.0.norm", "layers.1"])
     ['layers', 'layers.0', 'layers.0.norm', 'layers.1']
@@ -226,10 +226,10 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
 
 
 def _with_frozen(slots: Iterable[Slot], before: Trace, span: CheckpointSpan) -> Iterator[Slot]:
-    """Yield `slots`, where the frozen weights of the largest module call are decoded once more, in the second forward pass.
+    """Yield `slots`, where the frozen weights of the largest module call are decoded once more, when forward runs again in backward.
 
-    That pass runs in one tick and decodes frozen weights one at a time, or together those with which a module runs (experts). `before` is
-    the trace without this checkpoint. Sessions decode frozen weights again where backward reads them.
+    That second pass runs in one tick and decodes frozen weights one at a time, or together those with which a module runs (experts).
+    `before` is the trace without this checkpoint. Sessions decode frozen weights again where backward reads them.
     """
     frozen = [slot for slot in before.of(Role.WEIGHT) if slot.is_frozen and is_inside(slot.module, span.module)]
     calls: dict[tuple[Span, ...] | str, list[Slot]] = {}
@@ -342,7 +342,7 @@ def _weight_used_twice(weight: Slot, span: CheckpointSpan, complete: int) -> Slo
 
 
 def _cast_used_twice(trace: Trace, cast: Slot, span: CheckpointSpan, *, is_trained: bool) -> Slot:
-    """Return the slot of a weight's autocast copy that the module makes in forward, and again when forward runs in backward.
+    """Return the slot of a weight's autocast copy that the module makes in forward, and when forward runs again in backward.
 
     Autocast caches the copies of trained weights until its context ends, and no others.
     """
@@ -389,7 +389,7 @@ class _SecondPass:
         return _SecondPass(span, extra, packed, moment, max(0, beside - extra))
 
     def slots(self, storage: int) -> Iterator[Slot]:
-        """Yield a slot for each tensor that a session may pack in the second forward pass.
+        """Yield a slot for each tensor that a session may pack when the module's forward runs again in backward.
 
         `storage` is the largest storage number that other slots use.
         """
@@ -417,7 +417,7 @@ class _SecondPass:
 
 
 def _is_packed_again(slot: Slot) -> bool:
-    """Return whether a session may pack this tensor if a checkpointed module saves it when its forward runs again."""
+    """Return whether a session may pack a tensor that a checkpointed module saves when its forward runs again in backward."""
     is_large = bool(slot.parts) and not slot.stays and is_large_in_second_pass(slot.nbytes)
     return is_large and all(is_stored_in_second_pass(saver.op, saver.needs) for saver in slot.savers)
 
@@ -425,7 +425,7 @@ def _is_packed_again(slot: Slot) -> bool:
 def _in_8_bits(slot: Slot, read: int) -> list[tuple[int, int]]:
     """Return the changes of memory, as (tick, bytes), that a tensor causes if it is packed in 8 bits when it is saved.
 
-    `read` is the tick at which the first pass reads it last.
+    `read` is the tick at which the module's first forward pass reads it last.
     """
     share = SHARE_IN_8_BITS * 2 / FLOAT_BYTES.get(slot.dtype, 2)
     first = min(read, *(part.packed for part in slot.parts))

@@ -305,7 +305,7 @@ class Plan:
         return [format for key, format in pairs if key.role in (None, Role.ACTIVATION)]
 
     def find(self, names: Sequence[str], role: Role) -> Assignment:
-        """Return what the plan requests for a tensor of this role; `names` are those that operations gave it."""
+        """Return the format, rounding and overflow mode that the plan requests for a tensor with these names and this role."""
         key = (names if isinstance(names, tuple) else (names,) if isinstance(names, str) else tuple(names), role)
         assignment = self._assignments.get(key)
         if assignment is None:

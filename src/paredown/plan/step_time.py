@@ -177,7 +177,7 @@ def _checkpointing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTi
 def _tiling(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
     """Return the time that running modules over pieces adds: a second forward pass, and the host's calls for all pieces but one.
 
-    The second pass of a module that is last in a checkpointed layer belongs to the second pass of the layer, and is not added.
+    If a module is last in a checkpointed layer, its second pass is part of the layer's second pass, and is not added.
     """
     total, layers = NO_TIME, _checkpointed_layers(trace, plan)
     for module, length in tiled_modules(trace, plan.tiles) if plan.tiles else ():

@@ -178,7 +178,7 @@ def _second_pass(module: TokenModule) -> tuple[int, int]:
 
 
 def _output(output: Output, module: TokenModule) -> Output | None:
-    """Return the allocation `output` as it is if `module` runs in tiles; None if it is inside of the module."""
+    """Return what the allocation `output` becomes if `module` runs in tiles; None if it is inside of the module."""
     (start, end), (first, last) = module.forward, module.backward
     if output.phase == "forward" and start <= output.birth <= end:
         return replace(output, birth=start) if output.death > end else None  # the module's output
@@ -191,9 +191,9 @@ def _output(output: Output, module: TokenModule) -> Output | None:
 
 
 def _slot(slot: Slot, module: TokenModule, length: int) -> Slot | Output | None:
-    """Return the saved tensor `slot` as it is if `module` runs in tiles.
+    """Return what the saved tensor `slot` becomes if `module` runs in tiles.
 
-    Return an allocation if nothing saves the tensor any more, and None for a tensor inside of the module. `length` is the last tick of the
+    That is an allocation if nothing saves the tensor any more, and None for a tensor inside of the module. `length` is the last tick of the
     step.
     """
     start, end = module.forward

@@ -141,7 +141,7 @@ class GraphCapture:
         self._forms = DeviceForms(step.device, step.fakes, in_graph=True) if step.device == "cuda" else nullcontext()
 
     def __deepcopy__(self, memo: Any) -> GraphCapture:
-        """Return this object itself, since Lightning copies the arguments of torch.compile."""
+        """Return this object itself, which has no copies, since Lightning copies the arguments of torch.compile."""
         return self
 
     def forward(self, arguments: Arguments) -> Any:

@@ -407,7 +407,7 @@ def _frozen_weights(base: Trace, decoded: Collection[str]) -> Iterator[Slot]:
 
 
 def _numbered(slots: tuple[Slot, ...]) -> Iterator[Slot]:
-    """Yield the slots, where storage numbers outside of graphs are changed so that they differ from those of the graphs' slots."""
+    """Yield the slots, where storage numbers of tensors outside of graphs are changed to differ from those inside of graphs."""
     for slot in slots:
         yield replace(slot, storage=-1000 - slot.storage) if slot.role is Role.ACTIVATION and slot.storage >= 0 else slot
 

@@ -141,7 +141,7 @@ class Recorder:
             self._pack(saved, saved.tensor, use, unit)
 
     def second_pass(self) -> Store:
-        """Return a function that records the tensors that a checkpointed layer saves when backward runs it again."""
+        """Return a function that records the tensors that a checkpointed layer saves when its forward runs again in backward."""
         return self._saved_again
 
     def _saved_again(self, saved: Saved) -> SavedHandle | None:
@@ -173,7 +173,7 @@ class Recorder:
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
     def weight_parts(self, allocation: Allocation | None, end: int) -> tuple[Part, ...]:
-        """Return when backward needs the weight (or cast of a weight) in this allocation decoded, as one `Part`; () if it never does.
+        """Return a `Part` with the times at which backward needs a weight (or its cast) decoded, by its allocation; () if it never does.
 
         `end` is the last tick of the step.
         """

@@ -142,7 +142,7 @@ def _key(call: TracedCall) -> Any:
 
 
 def _pieces(step: Any, call: TracedCall) -> str | tuple[PieceBytes, PieceBytes]:
-    """Return the bytes of a piece in forward and in the second pass, or a sentence on why the module must run as a whole."""
+    """Return the bytes of a piece in forward and when forward runs again in backward, or a sentence on why the module must run whole."""
     if call.x is None:
         return OTHER_ARGUMENTS if call.num_tensors < 0 else ARGUMENTS.format(call.num_tensors)
     if len(call.x.shape) < 2 or not call.x.dtype.is_floating_point:
@@ -167,7 +167,7 @@ def _pieces(step: Any, call: TracedCall) -> str | tuple[PieceBytes, PieceBytes]:
 
 
 def _held(step: Any, call: TracedCall, run: Callable[[Tensor], Tensor], length: int) -> tuple[list[int], list[int]]:
-    """Return the bytes allocated at each tick of the forward pass of two pieces of `length` tokens, and of their second pass.
+    """Return the bytes allocated at each tick of the forward pass of two pieces of `length` tokens, and of their second pass in backward.
 
     Whole inputs, outputs and gradients are left out.
     """

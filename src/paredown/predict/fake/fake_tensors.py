@@ -146,7 +146,7 @@ class FakeTensors:
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return whether the class of a tensor is one of torchao that wraps inner tensors."""
+    """Return whether a tensor is of a torchao class that wraps inner tensors."""
     return type(tensor).__module__.partition(".")[0] in WRAPPER_LIBRARIES and is_traceable_wrapper_subclass(tensor)
 
 
@@ -241,7 +241,7 @@ def _same(container: Any, copy: Any) -> bool:
 
 @final
 class DeviceForms(TorchFunctionMode):
-    """A torch function mode in which operations on fake CPU tensors have the shapes, dtypes and saved tensors as on `device`.
+    """A torch function mode in which operations on fake CPU tensors give the shapes, dtypes and saved tensors that they give on `device`.
 
     With `in_graph`, torch.compile traces the operations: then they are CUDA's aten operations, not stand-ins, and tensors are not replaced.
     """
@@ -362,7 +362,7 @@ class DeviceForms(TorchFunctionMode):
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return the CPU if `value` is a device or the name of a device, else `value` itself."""
+    """Return the CPU if `value` is a device or the name of a device, and any other value unchanged."""
     if isinstance(value, torch.device):
         return torch.device("cpu")
     if isinstance(value, str):
