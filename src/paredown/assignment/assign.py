@@ -100,10 +100,10 @@ def assign(
     calibration: Calibration | None = None,
     host_budget: int | str | None = None,
 ) -> Plan:
-    """Return the plan of least predicted gradient error whose predicted peak is within `budget`: bytes, "6GiB", or "50%".
+    """Return the plan of least predicted gradient error whose predicted peak is within `budget`.
 
-    A percentage is of the baseline's peak. A plan fits if `footprint(trace, plan).peak_bytes` is within the budget, as for
-    `Footprint.fits`. On CUDA the plan keeps a margin below the budget for memory that is not predicted, which its reason states:
+    `budget` is bytes, "6GiB", or "50%" of the baseline's peak. A plan fits if `footprint(trace, plan).peak_bytes` is within the budget, as
+    for `Footprint.fits`. On CUDA the plan keeps a margin below the budget for memory that is not predicted, which its reason states:
     `Footprint.bound_bytes` is within the budget too, unless that margin would be more than an eighth of the budget, or no plan had it.
 
     `method` is a row of METHODS. `sensitivities` is the result of `probe`, for method "sensitivity". `levels` are the formats of
@@ -172,7 +172,7 @@ def assign(
 
 
 def _attempts(trace: Trace, planning: Planning, *, may_tile: bool) -> Iterator[tuple[Trace, Tiles, Planning]]:
-    """Yield (trace, rules for tiles, settings) of the searches to try in turn until a plan fits: with a margin, without, with tiles."""
+    """Yield the searches to try until a plan fits: (trace, rules for tiles, settings), with and without a margin."""
     yield trace, (), planning
     if planning.has_margin:
         yield trace, (), Planning(planning.budget_bytes, planning.budget_bytes, keeps_margin=False)
@@ -182,7 +182,7 @@ def _attempts(trace: Trace, planning: Planning, *, may_tile: bool) -> Iterator[t
 
 @dataclass(frozen=True)
 class Planning:
-    """The settings of a search for a plan: its budget, and `within_bytes`, the most bytes that the peak of a plan may take.
+    """The settings of a search for a plan: its budget, and the most bytes that the peak of a plan may take.
 
     With `keeps_margin`, that peak is `Footprint.bound_bytes`, with a margin for unpredicted memory; otherwise it is `peak_bytes`.
     """
@@ -193,7 +193,7 @@ class Planning:
 
     @staticmethod
     def of(baseline: Footprint, budget_bytes: int) -> Planning:
-        """Return the settings of a search that keeps a margin for memory that is not predicted, at most an eighth of the budget."""
+        """Return the settings of a search that keeps a margin for unpredicted memory, at most 1/8 of the budget."""
         most = budget_bytes // LARGEST_MARGIN
         is_small = baseline.bound_bytes - baseline.peak_bytes <= most
         return Planning(budget_bytes, budget_bytes if is_small else budget_bytes - most, is_small)
@@ -205,11 +205,11 @@ class Planning:
 
     @property
     def size_of(self) -> Callable[[Trace, Plan], int]:
-        """Return the function that computes the peak bytes of a plan for a trace, to be compared with `within_bytes`."""
+        """Return the function that computes the peak bytes of a plan, to be compared with `within_bytes`."""
         return bound_of if self.keeps_margin else peak_of
 
     def has(self, planned: Footprint) -> bool:
-        """Return whether the footprint of a plan is within the budget, including the margin for memory that is not predicted."""
+        """Return whether a plan's footprint is within the budget, including a margin for unpredicted memory."""
         return (planned.bound_bytes if self.keeps_margin else planned.peak_bytes) <= self.within_bytes
 
 
@@ -222,7 +222,7 @@ def _planned(
     recompute: bool | None,
     ladder: Ladder | None,
 ) -> Plan:
-    """Return the plan that `assign` finds: by `preference`, or else the quickest plan with a small error, or the plan of least error.
+    """Return the plan that `assign` finds: by `preference`, else the quickest of small error or of least error.
 
     `ladder` has the formats of the argument `levels`, or None.
     """
@@ -244,7 +244,7 @@ def _preferred(
     preference: Preference,
     recompute: bool | None,
 ) -> Plan:
-    """Return the plan for `preference`, "speed" or "accuracy"; for "speed", the plan's reason states the predicted time."""
+    """Return the plan for `preference`, "speed" or "accuracy"; for "speed", its reason states the time."""
     is_speed, has_layers = preference.prefer == "speed", recompute is not False and not trace.is_compiled
     exact = list(exact_solutions(trace, how.budget_bytes, problem_of)) if is_speed and has_layers else []
     try:
@@ -304,7 +304,7 @@ def _checked_recompute(trace: object, recompute: bool | None) -> bool | None:
 def _solve(
     trace: Trace, budget_bytes: int, problem_of: Callable[[Trace], AssignmentProblem], tolerated: float, recompute: bool | None
 ) -> Solution:
-    """Return the formats and checkpointed layers of least predicted error within the budget; raise BudgetError if none fit.
+    """Return the formats and checkpointed layers of least error within the budget; raise BudgetError if none fit.
 
     If `recompute` is True, layers are checkpointed also if the error would be above `tolerated` without that.
     """
@@ -325,7 +325,7 @@ def _solve(
 
 
 def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: dict[str, Any], kept: Plan) -> Plan:
-    """Return the plan that follows from a solution of the search; raise BudgetError if its footprint exceeds the budget.
+    """Return the plan of a solution of the search; raise BudgetError if its footprint exceeds the budget.
 
     The plan also keeps the margin for memory that is not predicted, unless it quantizes nothing (assignment/speed.py). `kept` has the rules
     for layers in tiles, and the slots to offload; slots that are not packed are left out.
@@ -346,7 +346,7 @@ def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: 
 
 
 def _rule_variants(problem: AssignmentProblem, point: AssignmentPoint, *, needs_activations: bool) -> Iterator[Rules]:
-    """Yield lists of rules, the shortest first, that give slots the formats of `point`; the first whose plan fits is used.
+    """Yield lists of rules that give slots the formats of `point`, the shortest first; the first that fits is used.
 
     Lists without a rule for activations come first, since a session then needs no hooks. `needs_activations` says whether the plan
     recomputes tensors of a compiled step, which needs a rule for activations.
@@ -375,7 +375,7 @@ def _made_for(trace: Trace, method: str, budget_bytes: int) -> dict[str, Any]:
 def _reason(
     problem: AssignmentProblem, point: AssignmentPoint, layers: tuple[str, ...], budget_bytes: int, planned: Footprint
 ) -> str:
-    """Return the sentence that explains a plan: which slots have fewer bits, and the budget, the predicted peak and the margin.
+    """Return the sentence that explains a plan: slots with fewer bits, budget, predicted peak and margin.
 
     `point` is the choice of formats, `layers` are the checkpointed layers, and `planned` is the plan's footprint.
     """
@@ -421,7 +421,7 @@ def _parameters(problem: AssignmentProblem, formats: Formats) -> str:
 
 @dataclass(frozen=True)
 class PlanTemplate:
-    """A budget and a method from which `assign` makes a plan for any trace, written as text such as "assign 50% role"."""
+    """A budget and a method from which `assign` makes a plan for any trace, as text "assign 50% role"."""
 
     budget: str
     method: str = "role"
@@ -505,7 +505,7 @@ def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_lay
 
 
 def _why(item: Item, nbytes: int) -> str:
-    """Return the reason why tensors that are stored together cannot take fewer bytes than the `nbytes` that they have at the peak."""
+    """Return the reason why tensors that are stored together cannot take fewer bytes than `nbytes` at the peak."""
     slot = item.slots[0]
     if slot.role is Role.WEIGHT:
         return slot.stays or ("frozen" if slot.is_frozen else "a parameter with its gradient and optimizer state")
@@ -523,7 +523,7 @@ def _rest(trace: Trace, tick: int) -> dict[str, int]:
 
 
 def _without_pins(problem: AssignmentProblem, budget_bytes: int) -> str:
-    """Return a sentence if a plan would fit the budget without pins, lower bounds on the precision of slots; else ""."""
+    """Return a sentence if a plan would fit without pins (bounds on the precision of slots); else ""."""
     pinned = [slot for slot in problem.trace.activations if slot.pin is not None and not slot.stays]
     if not pinned:
         return ""

@@ -58,7 +58,7 @@ SUPPORTED_OPTIMIZERS = frozenset({"sgd", "sgdm", "adamw", "lion", "muon", "SGD",
 
 @dataclass(frozen=True, eq=False)
 class AssignmentProblem:
-    """The search for plans of one trace by one method: the formats that each tensor may have, with their bytes and errors."""
+    """The search for plans of one trace by one method: the formats of each tensor, their bytes and errors."""
 
     trace: Trace
     method: AssignMethod
@@ -96,11 +96,11 @@ class AssignmentProblem:
 
     @cached_property
     def points(self) -> list[AssignmentPoint]:
-        """Return the choices of formats that the method finds, each with its peak and error; a budget selects one of them."""
+        """Return the choices of formats that the method finds, with peak and error, to select from."""
         return self.method.points(self.ledger, self.seed)
 
     def best(self, budget_bytes: int) -> AssignmentPoint | None:
-        """Return the choice of formats with the least predicted error whose peak is within the budget; None if there is none."""
+        """Return the choice of formats of least predicted error within the budget; None if there is none."""
         return best_within(self.points, budget_bytes) if self.ledger.floor_bytes <= budget_bytes else None
 
     def formats(self, point: AssignmentPoint) -> Formats:
@@ -126,7 +126,7 @@ def method_named(name: str) -> AssignMethod:
 
 
 def ladder_of(levels: Sequence[str | Format | None]) -> Ladder:
-    """Return `levels`, texts or formats from the most to the least precise, as formats; raise PlanError for another order."""
+    """Return `levels`, from the most to the least precise, as formats; raise PlanError for another order."""
     if isinstance(levels, str) or not isinstance(levels, Sequence) or not levels:
         raise PlanError(f"levels are formats, the best first, such as ('int8/64@bf16', 'int2/64@bf16'), not {levels!r}.")
     ladder = tuple(Assignment.parse(level).format for level in levels)
@@ -145,7 +145,7 @@ def ladder_of(levels: Sequence[str | Format | None]) -> Ladder:
 
 
 def check_sensitivities(trace: Trace, method: AssignMethod, sensitivities: Sensitivities | None) -> None:
-    """Raise PlanError if `sensitivities` are of another model, are missing though the method needs them, or are given needlessly."""
+    """Raise PlanError if `sensitivities` are of another model, missing though needed, or not needed."""
     if sensitivities is None:
         if method.needs_sensitivities:
             advice = "Give assign(..., sensitivities=probe(model, batch, trace)), or use method 'role', which needs none."
@@ -180,7 +180,7 @@ def rules_of(trace: Trace, formats: Formats, *, is_short: bool = True) -> Rules:
 
 
 def _activation_rules(trace: Trace, formats: Formats) -> list[tuple[str, Assignment]]:
-    """Return rules for activations: one for the role with the most frequent format, and one for each slot with another format.
+    """Return rules for activations: one for the most frequent format, and further ones for other formats.
 
     The rule for the role also packs masks.
     """
@@ -210,7 +210,7 @@ def _parameter_rules(trace: Trace, formats: Formats, role: Role, *, is_short: bo
 def _named(
     rest: Mapping[str, Format | None], wanted: Mapping[str, Format | None], role: Role, *, is_short: bool
 ) -> list[tuple[str, Assignment]]:
-    """Return rules for the slots in `rest`: patterns of names if these match no slot of another format, otherwise single names.
+    """Return rules for the slots in `rest`, by patterns of names where no slot of another format matches, else by name.
 
     `rest` and `wanted` map names of slots to formats. Without `is_short`, all rules are single names.
     """
@@ -228,7 +228,7 @@ def _named(
 
 
 def _pattern(name: str) -> str:
-    """Return the name of a slot with `*` for its first number; "" if it has no number, or special characters of patterns.
+    """Return the name of a slot with `*` for its first number; "" if it has no number, or has wildcards.
 
     >>> _pattern("layers.11.mlp.2:input"), _pattern("head:input")
     ('layers.*.mlp.2:input', '')

@@ -64,7 +64,7 @@ SizeOf = Callable[[Trace, Plan], int]  # `bound_of`, the peak with its margin, o
 def quickest_plan(
     trace: Trace, budget_bytes: int, problem_of: ProblemOf, plan_of: Callable[[Solution], Plan], size_of: SizeOf = bound_of
 ) -> Solution | None:
-    """Return the solution (formats and checkpointed layers) within the budget whose plan takes the least predicted time.
+    """Return the solution (formats and checkpointed layers) within the budget of least predicted time.
 
     Return None if the only plans that fit pack weights or optimizer state and also checkpoint layers. `problem_of` sets up the search for
     plans of a trace, `plan_of` makes the plan of a solution, and `size_of` computes the bytes that must be within the budget.
@@ -120,7 +120,7 @@ def _packs_parameters(solution: Solution) -> bool:
 
 
 def recompute_choices(trace: Trace) -> list[str]:
-    """Return the names of layers (or tensors of a compiled step) that backward can recompute, the best to recompute first."""
+    """Return the layers (or tensors of a compiled step) that backward can recompute, the best first."""
     return recomputable_slots(trace) if trace.is_compiled else repeated_layers(trace)
 
 
@@ -139,7 +139,7 @@ def with_choice(trace: Trace, chosen: tuple[str, ...]) -> Trace:
 
 @cached_on_trace
 def recomputable_slots(trace: Trace) -> list[str]:
-    """Return the names of tensors that backward of a compiled step can recompute, the fewest seconds for each freed byte first.
+    """Return the tensors that backward of a compiled step can recompute, the least time per byte first.
 
     Tensors that backward reads when the step is at its peak are left out, since they would exist then anyway.
     """
@@ -167,7 +167,7 @@ def recomputable_slots(trace: Trace) -> list[str]:
 
 @cached_on_trace
 def repeated_layers(trace: Trace) -> list[str]:
-    """Return the paths of layers that can be checkpointed, the most bytes saved first: outermost modules whose name is a number."""
+    """Return the layers (modules named by a number) that can be checkpointed, the most bytes saved first."""
     numbered = [path for path in modules_of(trace) if NUMBERED.fullmatch(path.rpartition(".")[2])]
     saved = {path: _saved_bytes(trace, path) for path in outermost(numbered, numbered)}
     return sorted((path for path, nbytes in saved.items() if nbytes > 0), key=lambda path: -saved[path])
@@ -219,7 +219,7 @@ def with_layers(
 
 
 def fewest_layers(is_enough: Callable[[int], bool], too_few: int, enough: int) -> int:
-    """Return the smallest number of layers above `too_few` for which `is_enough` is true, by bisection; it is true for `enough`.
+    """Return the smallest number above `too_few` for which `is_enough` is true; it is true for `enough`.
 
     >>> fewest_layers(lambda count: count >= 7, 4, 8), fewest_layers(lambda count: True, 0, 1)
     (7, 1)

@@ -44,7 +44,7 @@ Found = Callable[[tuple[str, ...]], tuple[Plan, float]]  # slots to offload -> (
 
 
 def with_offload(step: Trace, slots: tuple[str, ...]) -> Trace:
-    """Return the trace of the step in which packed values of `slots`, names or patterns, are in host memory until backward needs them."""
+    """Return the trace in which packed values of `slots` are in host memory until backward needs them."""
     return offloaded_trace(step, ALL_PACKED.offloading(*slots)) if slots else step
 
 
@@ -55,7 +55,7 @@ def offloaded_slots(trace: Trace, plan: Plan) -> tuple[str, ...]:
 
 
 def offload_choices(step: Trace) -> Iterator[tuple[str, ...]]:
-    """Yield the patterns of slots to try to offload: none, then the slots of more and more layers, from the first in forward on."""
+    """Yield the patterns of slots to try to offload: none, then those of more and more layers."""
     yield ()
     paths = list(dict.fromkeys(path for path, _ in saving_layers(step, ALL_PACKED.offloading("*")) if path))
     counts = sorted({-(-len(paths) * part // PARTS) for part in range(1, PARTS + 1)} if paths else ())
@@ -64,7 +64,7 @@ def offload_choices(step: Trace) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class HostBudget:
-    """The bytes of host memory that plans may use for packed activations, and the calibration that predicts the time of copies."""
+    """The bytes of host memory that plans may use, and the calibration that predicts the time of copies."""
 
     nbytes: int
     calibration: Calibration
@@ -80,7 +80,7 @@ class HostBudget:
         return HostBudget(parse_bytes(given), calibration or find_calibration(trace.device)[0] or REFERENCE)
 
     def best(self, trace: Trace, step: Trace, found: Found, tolerated: Sequence[float]) -> Plan:
-        """Return the best plan that `found` makes for a choice of slots to offload; raise BudgetError if none is within both budgets.
+        """Return the best plan that `found` makes for slots to offload; raise BudgetError if none fits.
 
         `trace` is the step as it was traced, `step` the one with layers in tiles. `tolerated` are errors up to which the least time
         decides, the smallest first; if it is empty, the least error decides.
@@ -113,7 +113,7 @@ class HostBudget:
         return host_bytes(step, plan, is_rounded=True), offload_wait(step, plan, self.calibration)
 
     def _say(self, trace: Trace, plan: Plan) -> str:
-        """Return the sentence for a plan's reason about activations in host memory, their bytes, and the time that copies cost."""
+        """Return the sentence for a plan's reason about host memory: its bytes, and the time of copies."""
         nbytes, wait = self._cost(trace, plan)
         time = f"the step waits {1e3 * wait:.3g} ms for copies" if wait else "copies are hidden behind the step's operations"
         count = len(plan.offload)
@@ -123,9 +123,10 @@ class HostBudget:
 
 
 def _best(plans: Sequence[tuple[Plan, float, float]], tolerated: Sequence[float]) -> Plan:
-    """Return the best of `plans` (plan, error, seconds): the quickest within the smallest tolerated error, or else within the next one.
+    """Return the best of `plans` (plan, error, seconds): the quickest whose error is tolerated.
 
-    If no plan has a tolerated error, it is the one of least error. Of equal plans it is the first, which offloads least.
+    The smallest error in `tolerated` that any plan keeps decides; if no plan keeps one, the plan of least error is best. Of equal plans it
+    is the first, which offloads least.
     """
     for largest in tolerated:
         if near := [row for row in plans if row[1] <= largest]:

@@ -54,7 +54,7 @@ CLEARLY_BETTER = 0.9  # `replan` needs a predicted error below this share of the
 
 @dataclass(frozen=True)
 class SlotMove:
-    """A change of the format in which one slot (saved tensor) is stored, from `before` to `after`; None means unmodified."""
+    """A change of the format of one slot (saved tensor), from `before` to `after`; None means unmodified."""
 
     slot: str
     before: Format | None
@@ -63,7 +63,7 @@ class SlotMove:
 
 @dataclass(frozen=True)
 class RepairedPlan:
-    """The result of `repair`: the new plan, the slots whose format changed, and those that were raised or could not be raised."""
+    """The result of `repair`: the new plan, its changed slots, and slots that were or could not be raised."""
 
     plan: Plan
     moves: tuple[SlotMove, ...] = ()
@@ -73,7 +73,7 @@ class RepairedPlan:
 
 @dataclass(frozen=True)
 class RepairTerms:
-    """The constraints of a repair: trace, budget in bytes, gradient errors of slots (None: role table), formats for activations."""
+    """The constraints of a repair: trace, budget in bytes, gradient errors of slots, and allowed formats."""
 
     trace: Trace
     budget_bytes: int
@@ -82,7 +82,7 @@ class RepairTerms:
 
 
 def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Collection[str] = ()) -> RepairedPlan:
-    """Return a plan that stores the slots `raised` in the next wider format, and others, except `keeps`, in narrower ones to fit.
+    """Return a plan that stores the slots `raised` in wider formats, and others, except `keeps`, in narrower ones.
 
     `raised` lists the slots of largest error first. If the budget does not allow all, the last slots are refused.
     """
@@ -164,7 +164,7 @@ class RepairState:
         return RepairState(trace, plan, ledger, current, bits, item_of, totals)
 
     def bits_at(self, name: str, chosen: Ints) -> float:
-        """Return the bits per value of the slot `name` under the choice of formats `chosen`; infinity if it is unmodified."""
+        """Return the bits per value of a slot under the choice of formats `chosen`; infinity if unmodified."""
         return self.bits[name][int(chosen[self.item_of[name]])]
 
     def current_bits(self, name: str) -> float:
@@ -176,7 +176,7 @@ class RepairState:
         return name in self.item_of and self.current_bits(name) < inf
 
     def risen(self, names: Iterable[str]) -> Ints:
-        """Return a choice of formats in which the slots `names` have the next wider format, and no other slot has fewer bits than now."""
+        """Return a choice of formats with the next wider format for the slots `names`."""
         chosen = self.current.copy()
         for name in names:
             item = self.item_of[name]
@@ -193,7 +193,7 @@ class RepairState:
         return chosen
 
     def lowered_to_fit(self, chosen: Ints, floors: Mapping[str, float], budget_bytes: int) -> Ints | None:
-        """Return the choice `chosen` with fewer bits for some slots, so that the peak fits the budget; None if that is impossible.
+        """Return `chosen` with fewer bits for some slots, so that the peak fits; None if impossible.
 
         Slots with the least added error per byte are lowered first. `floors` has the fewest bits per value that a slot may have, by its
         name.
@@ -214,7 +214,7 @@ class RepairState:
             chosen[item] = row
 
     def _cheapest(self, chosen: Ints, allowed: Ints, tick: int) -> int | None:
-        """Return the option (row) in `allowed` that adds the least error per byte freed at operation `tick`; None if none frees any.
+        """Return the option (row) that adds the least error per byte freed at `tick`; None if none frees any.
 
         A tick is a position in the step's list of operations.
         """
@@ -264,7 +264,7 @@ def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf)
 
 
 def _parameters(trace: Trace, plan: Plan) -> Item:
-    """Return all weights, gradients and optimizer state as one item with a single option: to be stored as the plan stores them."""
+    """Return all weights, gradients and optimizer state as one item, stored as the plan stores them."""
     held = list(model_memory(replace(trace, outputs=()), plan))
     for interval in unowned(trace):
         held.remove(interval)

@@ -80,7 +80,7 @@ RESIDUE_BITS = 8  # significant bits that a residue adds to its weight
 
 @dataclass(frozen=True, repr=False)
 class Sensitivities:
-    """The squared gradient errors that quantizing one slot (one tensor) alone causes, by slot and format, measured at a step.
+    """The squared gradient errors that quantizing one slot (tensor) alone causes, by slot and format.
 
     A slot has its name in the trace. If it is no activation, its role is a prefix ("moment1=fc.weight").
     """
@@ -96,7 +96,7 @@ class Sensitivities:
         object.__setattr__(self, "errors", errors)
 
     def of(self, name: str, format: str | Format) -> float | None:
-        """Return the gradient error if this slot is stored in `format`, measured or interpolated; None if it was not probed."""
+        """Return the gradient error of a slot in `format`, measured or interpolated; None if not probed."""
         row = self.errors.get(name)
         if not row:
             return None
@@ -177,7 +177,7 @@ def _bits(text: str) -> int:
 
 
 def _interpolated(row: Mapping[str, float], text: str) -> float:
-    """Return the error of a slot in a format that was not measured, from its measured errors and the formats' significant bits.
+    """Return the error of a slot in a format that was not measured, from its errors in other formats.
 
     `row` maps formats to measured errors. The error is interpolated between the nearest two formats. Beyond all of them it grows 4 times
     for each bit less.
@@ -200,7 +200,7 @@ def _interpolated(row: Mapping[str, float], text: str) -> float:
 
 
 def slot_error(savers: Iterable[Saver], format: Format) -> float:
-    """Return the predicted gradient error if an activation is stored in `format`, summed over the operations that saved it."""
+    """Return the predicted gradient error of an activation in `format`, summed over operations that saved it."""
     factors = [
         OPERAND_FACTORS.get((saver.op, saver.operand)) or OP_FACTORS.get(saver.op, OTHER_FACTOR)
         for saver in savers
@@ -211,7 +211,7 @@ def slot_error(savers: Iterable[Saver], format: Format) -> float:
 
 @cache
 def step_factor(format: Format) -> float:
-    """Return the squared rounding step of a format relative to symmetric integers in blocks of 64, for normally distributed values.
+    """Return the squared rounding step of a format, relative to symmetric integers in blocks of 64.
 
     A step is the range of a block over the number of steps. The largest of n values is at about the quantile (n - 3/8) / (n + 1/4); the
     largest magnitude is that of 2 n values. Measured on 20 networks, 0.75 and 0.54 of the squared gradient error (docs/log.md, 2026-11-19):
@@ -234,7 +234,7 @@ def _largest_normal(n: int) -> float:
 
 
 def parameter_error(formats: Mapping[Role, Format]) -> float:
-    """Return the predicted gradient error of a parameter whose weight, gradient and moments are stored in these formats."""
+    """Return the predicted gradient error of a parameter whose tensors are stored in these formats."""
     residue = RESIDUE_BITS * (Role.RESIDUE in formats)
     bits = {role: significant_bits(format) + residue * (role is Role.WEIGHT) for role, format in formats.items()}
     return sum(ROLE_FACTORS.get(role, 0.0) * 4.0**-count for role, count in bits.items())

@@ -52,7 +52,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Preference:
-    """The checked arguments of `assign` about speed: preference, allowed error (None: by ALLOWANCE_FACTOR), and calibration."""
+    """The checked arguments of `assign` about speed: preference, error allowance and calibration."""
 
     prefer: str
     error_allowance: float | None
@@ -61,7 +61,7 @@ class Preference:
 
     @staticmethod
     def of(trace: Trace, prefer: object, error_allowance: Any, calibration: object) -> Preference | None:
-        """Return the arguments `prefer`, `error_allowance` and `calibration` of `assign` as one checked value; None if `prefer` is None."""
+        """Return the arguments of `assign` about speed as one checked value; None if `prefer` is None."""
         if prefer not in (None, *PREFERENCES):
             raise PlanError(f"prefer is {prefer!r}. Allowed: {', '.join(map(repr, PREFERENCES))}, or None.")
         is_allowance = isinstance(error_allowance, int | float) and is_number(error_allowance) and error_allowance >= 0
@@ -165,7 +165,7 @@ def quickest_solution(
 
 
 def exact_solutions(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> Iterator[Solution]:
-    """Yield solutions that quantize nothing and only checkpoint layers: all, every second one, and the fewest that fit the budget.
+    """Yield solutions that only checkpoint layers: all, every second one, and the fewest that fit.
 
     The first two are left out if their expected peak does not fit. The last one fits with its margin.
     """
@@ -212,7 +212,7 @@ def packed_solutions(
 
 
 def row_costs(problem: AssignmentProblem, calibration: Calibration) -> tuple[Floats, Floats]:
-    """Return the seconds that each storage option (row of the ledger) adds to a step, as two arrays: on the device and on the host."""
+    """Return the seconds that each storage option (row) adds to a step, on the device and on the host."""
     slots = {slot.name: slot for slot in problem.trace.activations}
     rows = [option for item in problem.ledger.items for option in item.options]
 

@@ -86,7 +86,7 @@ FROZEN_ROWS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class StorageOption:
-    """One way to store slots (tensors) that are stored alike (an `Item`), with its bytes over time and its predicted error.
+    """One way to store an item (tensors that are stored alike), with its bytes over time and its error.
 
     `held` has its bytes over time, `formats` the format of each slot, None for unmodified. `full_bytes` are those of weights that
     torch.optim updates.
@@ -106,7 +106,7 @@ class StorageOption:
 
 @dataclass(frozen=True)
 class Item:
-    """Slots (tensors) that are stored alike, such as views of one storage, and the options to store them: unmodified, then fewer bits."""
+    """Slots (tensors) that are stored alike, such as views of one storage, with the options to store them."""
 
     name: str
     slots: tuple[Slot, ...]
@@ -127,7 +127,7 @@ KnownItems = dict[tuple[int, ...], Item]  # by the identities of their slots, wh
 def activation_items(
     trace: Trace, ladder_of: Callable[[Slot], Ladder], error_of: ErrorOf, *, is_free: bool = True, known: KnownItems | None = None
 ) -> Iterator[Item]:
-    """Yield an item for each group of activations that share memory and are stored alike, with the options to store them.
+    """Yield an item for each group of activations that share memory, with the options to store it.
 
     `ladder_of` returns the formats that a slot may have, `error_of` the error of a slot in a format. `is_free` says whether slots of an
     item may have different formats. `known` caches items of traces that share slots with this trace, for the same formats and errors.
@@ -237,7 +237,7 @@ def _tiers(rows: Rows) -> list[Tier]:
 
 
 class Tier(NamedTuple):
-    """A row of TIER_ROWS or FROZEN_ROWS as a plan: formats for a parameter, its gradient and its moments, with their predicted error."""
+    """A row of TIER_ROWS or FROZEN_ROWS as a plan: formats for a parameter, gradient and moments, and their error."""
 
     name: str
     formats: dict[Role, Format]
@@ -282,7 +282,7 @@ def _by_parameter(trace: Trace) -> dict[Slot, tuple[Slot, ...]]:
 
 
 def unowned(trace: Trace) -> list[Interval]:
-    """Return the intervals in which optimizer moments hold bytes that belong to no parameter of the trace, which no plan changes."""
+    """Return the intervals of optimizer moments that belong to no parameter of the trace, which no plan changes."""
     owned = {id(slot) for slots in _by_parameter(trace).values() for slot in slots}
     moments = [slot for slot in trace.slots if slot.role in (Role.MOMENT1, Role.MOMENT2) and id(slot) not in owned]
     return [Interval(slot.role, slot.module, slot.birth, slot.death, slot.nbytes) for slot in moments]
@@ -296,7 +296,7 @@ Allocated = Callable[..., Any]  # bytes of tensors, a number or an array -> the 
 
 @dataclass(frozen=True, eq=False)
 class Ledger:
-    """A table of the bytes that each option to store an item takes (row) at each operation of the step (column, or tick).
+    """A table of the bytes that each storage option takes (row) at each operation of the step (column, or tick).
 
     Rows of item i start at `starts[i]`; `item_of[r]` is the item of row r. A choice of formats is one row for each item.
 
@@ -367,7 +367,7 @@ class Ledger:
         return load + self.held[after[items]].sum(axis=0) - self.held[before[items]].sum(axis=0)
 
     def total(self, load: Ints, chosen: Ints) -> Ints:
-        """Return the bytes in memory at each operation: `load`, and the workspace of the optimizer's step, which `load` leaves out."""
+        """Return the bytes in memory at each operation: `load`, and the workspace of the optimizer's step."""
         if not self.transients:
             return load
         total, full = load.copy(), int(self.full_bytes[chosen].sum())
@@ -376,7 +376,7 @@ class Ledger:
         return total
 
     def peak(self, chosen: Ints) -> int:
-        """Return the peak bytes of the step under a choice of formats, with or without the margin for unpredicted memory."""
+        """Return the peak bytes of the step under a choice of formats, with the ledger's margin if it has one."""
         return int(self.total(self.load(chosen), chosen).max()) + self.workspace_bytes
 
     def changed_peaks(self, chosen: Ints, load: Ints, changes: Ints, columns: Ints | None = None) -> Ints:
@@ -405,7 +405,7 @@ class Ledger:
         return self.held[rows] if columns is None else self.held[np.ix_(rows, columns)]
 
     def error(self, chosen: Ints) -> float:
-        """Return the predicted gradient error of a choice of formats, summed over its items (groups of tensors stored alike)."""
+        """Return the predicted gradient error of a choice of formats, summed over all items."""
         return float(self.errors[chosen].sum())
 
 
@@ -414,7 +414,7 @@ def _tick_slice(ticks: Ints, birth: int, death: int) -> slice:
 
 
 def _spans(rows: Sequence[Sequence[Interval]], allocated: Allocated) -> Ints:
-    """Return the intervals in `rows` as an array (intervals, 4): index of the row, first and last operation, bytes with margin."""
+    """Return the intervals of all rows as an array (intervals, 4): row, first and last operation, bytes."""
     flat = [(r, i.birth, i.death, i.nbytes, i.role not in STAYING) for r, row in enumerate(rows) for i in row]
     spans = np.array(flat, dtype=np.int64).reshape(-1, 5)
     spans[:, 3] = allocated(spans[:, 3], comes_and_goes=spans[:, 4] != 0)
@@ -451,7 +451,7 @@ def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
 
 
 def _at_ticks(reduce: np.ufunc, cells: Ints, stretch_of: Ints, stretches: Ints, period: int) -> Ints:
-    """Return a bound of the bytes in memory at each operation, summed over items: the fewest (np.minimum) or the most (np.maximum).
+    """Return the fewest (np.minimum) or most (np.maximum) bytes that can be in memory at each operation.
 
     `cells` has the bytes of each row in each stretch of ticks. `stretch_of` is the index of each cell's stretch in `stretches`, where a
     stretch is the number of its item times `period` plus its first tick.

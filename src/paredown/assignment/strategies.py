@@ -54,7 +54,7 @@ Order = Callable[[tuple[Item, ...], int], list[int]]
 
 @dataclass(frozen=True, eq=False)
 class AssignmentPoint:
-    """A choice of formats for all slots, with its predicted peak and error; `chosen` has the row of each item in the ledger."""
+    """A choice of formats for all slots, as a row of the ledger for each item, with its peak and error."""
 
     chosen: Ints
     peak_bytes: int
@@ -62,13 +62,13 @@ class AssignmentPoint:
 
 
 def best_within(points: Iterable[AssignmentPoint], budget_bytes: int) -> AssignmentPoint | None:
-    """Return the choice of formats of least error (then of lowest peak) whose peak is within the budget; None if none fits."""
+    """Return the choice of formats of least error whose peak is within the budget; None if none fits."""
     fitting = [point for point in points if point.peak_bytes <= budget_bytes]
     return min(fitting, key=lambda point: (point.error, point.peak_bytes), default=None)
 
 
 def greedy(ledger: Ledger) -> list[AssignmentPoint]:
-    """Return the choices of formats that a greedy search finds, and improvements of them, each with its peak and error."""
+    """Return the choices of formats of a greedy search, and improvements of them, with their peaks and errors."""
     path = list(downward_path(ledger))
     points = [*path, *_least(ledger)]
     chosen = path[0].chosen
@@ -83,9 +83,9 @@ def greedy(ledger: Ledger) -> list[AssignmentPoint]:
 
 
 def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
-    """Return the choices of formats that arise if items (slots stored alike) get fewer bits one after the other in this order.
+    """Return the choices of formats that arise if items get fewer bits one after the other in this order.
 
-    All items get their second option one after the other, then all get their third, and so on.
+    All items (slots stored alike) get their second option one after the other, then all get their third, and so on.
     """
     chosen = ledger.starts.copy()
     ends = np.append(ledger.starts[1:], len(ledger.errors))
@@ -108,7 +108,7 @@ def _point(ledger: Ledger, chosen: Ints, load: Ints) -> AssignmentPoint:
 
 
 def downward_path(ledger: Ledger) -> Iterator[AssignmentPoint]:
-    """Yield the choices of formats of the greedy search, from the baseline down; each stores one more tensor (item) in fewer bytes.
+    """Yield the choices of formats of the greedy search, from the baseline to the least memory.
 
     That tensor adds the least error for each byte that it frees at the peak.
     """
@@ -147,7 +147,7 @@ def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
 
 
 def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
-    """Return the storage option (row of the ledger) that lowers the peak most if its item changes to it; None if none does."""
+    """Return the storage option (row of the ledger) that lowers the peak most; None if none lowers it."""
     total, rows = ledger.total(load, chosen), np.arange(len(ledger.errors))
     peak_bytes = int(total.max(initial=0)) + ledger.workspace_bytes
     peaks = np.zeros(0, dtype=np.int64)
@@ -158,7 +158,7 @@ def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
 
 
 def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None:
-    """Return the option in `rows` that adds the least error for each byte that it frees at operation `tick`; None if none frees any.
+    """Return the option in `rows` that adds the least error per byte freed at `tick`; None if none frees any.
 
     Of equal options, the one that frees most is returned.
     """
@@ -173,7 +173,7 @@ def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None
 
 
 def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> Ints | int:
-    """Return the bytes that each storage option frees in the optimizer's workspace at `tick`; 0 if `tick` is not in its step.
+    """Return the bytes that each storage option frees in the workspace of the optimizer's step.
 
     `current` has, for each option, the row that its item has now.
     """
@@ -199,7 +199,7 @@ def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes:
 
 
 def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
-    """Return the storage option (row) that removes most error and keeps the peak within `cap` bytes; None if there is none."""
+    """Return the option (row) that removes most error with a peak of at most `cap` bytes; None if there is none."""
     current = chosen[ledger.item_of]
     gains = ledger.errors[current] - ledger.errors
     rows = np.flatnonzero(gains > 0)
@@ -219,7 +219,7 @@ def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
 
 
 class PointFront:
-    """The Pareto front of choices of formats: none of its choices is beaten by another in both peak memory and error."""
+    """The Pareto front of choices of formats: none is beaten by another in both peak memory and error."""
 
     def __init__(self) -> None:
         self.points: list[AssignmentPoint] = []
@@ -227,7 +227,7 @@ class PointFront:
         self._errors: list[float] = []
 
     def add(self, point: AssignmentPoint) -> bool:
-        """Add a choice of formats to the front unless it is beaten, drop choices that it beats, and return whether it was added."""
+        """Add a choice of formats and drop those that it beats, unless it is beaten; return whether it was added."""
         index = bisect_right(self._peaks, point.peak_bytes)
         if index and self._errors[index - 1] <= point.error:
             return False
@@ -251,7 +251,7 @@ class PointFront:
         return np.flatnonzero(errors < error_to_beat)
 
     def promising(self, peaks: Ints, errors: np.ndarray) -> Ints:
-        """Return the indices of candidates that join the front; of candidates with equal peaks, only the one of least error."""
+        """Return the indices of candidates that join the front; of equal peaks, only that of least error."""
         better = self.could_add(peaks, errors)
         better = better[np.lexsort((errors[better], peaks[better]))]
         lowest = np.minimum.accumulate(np.append(np.inf, errors[better]))[:-1]
@@ -259,7 +259,7 @@ class PointFront:
 
 
 def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[AssignmentPoint]:
-    """Return the Pareto front of `points` and of choices that differ from them in one or two items (groups of tensors stored alike)."""
+    """Return the Pareto front of `points` and of all choices that differ in one or two items."""
     front = PointFront()
     for point in points:
         front.add(point)
@@ -280,7 +280,7 @@ def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[
 
 
 def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tuple[Ints, Ints, np.ndarray, int]:
-    """Return changes of one or two items (groups of tensors) that turn a choice of formats into one that could join the front.
+    """Return changes of one or two items that turn a choice of formats into one that could join the front.
 
     The result is (changes, peaks after them, errors after them, number of additions to compute them). A change is a pair of rows of the
     ledger, which are equal if one item changes.
@@ -317,7 +317,7 @@ def _highest_ticks(total: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class AssignMethod:
-    """A method of `assign`: the order in which slots get fewer bits (None: greedy search), and which activations it may quantize."""
+    """A method of `assign`: the order in which slots get fewer bits (None: greedy), and which it may quantize."""
 
     name: str
     note: str
@@ -345,7 +345,7 @@ def _shuffled(items: tuple[Item, ...], seed: int) -> list[int]:
 
 
 def _inputs_of_products(trace: Trace) -> frozenset[str]:
-    """Return the names of saved inputs of matrix products and convolutions, without the first and the last of the network."""
+    """Return the saved inputs of products and convolutions, without the network's first and last."""
     inputs = [
         slot
         for slot in sorted(trace.activations, key=lambda slot: slot.birth)
@@ -401,7 +401,7 @@ def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -
 
 
 def _probed_name(slot: Slot, sensitivities: Sensitivities) -> str | None:
-    """Return the name by which `sensitivities` has a slot, its own or one that an operation gave it; None if it has none."""
+    """Return the name of a slot in `sensitivities`, its own or that of an operation; None if it is missing."""
     return next(iter(sensitivities.known((slot.name, *slot.names))), None)
 
 

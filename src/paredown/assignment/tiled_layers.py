@@ -18,7 +18,7 @@ SENTENCE = "Modules of {} layers that act on tokens one by one run over pieces o
 
 
 def tiled_steps(trace: Trace) -> Iterator[tuple[Trace, Tiles]]:
-    """Yield (trace, rules for tiles) of the step whose repeated layers run over pieces of the sequence, the longest pieces first."""
+    """Yield (trace, rules) of the step with layers that run over pieces of the sequence, long pieces first."""
     modules = [module for module in trace.token_modules if not module.whole and not module.is_linear]
     layers = [path for path in repeated_layers(trace) if any(is_inside(module.path, path) for module in modules)] if modules else []
     longest = max((module.tokens for module in modules if any(is_inside(module.path, path) for path in layers)), default=0)

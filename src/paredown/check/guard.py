@@ -77,7 +77,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Guard:
-    """The settings of a guard, which raises the precision of slots (saved tensors) with large rounding errors while a model trains.
+    """The settings of a guard, which raises the precision of slots with large rounding errors during training.
 
     `budget` limits the predicted peak; None: the predicted peak of the applied plan. `sensitivities` (the result of `probe`: the gradient
     error that rounding each slot causes) decide which slots are lowered so that others can be raised; if they are None, the table of roles
@@ -106,7 +106,7 @@ class Guard:
             parse_bytes(self.budget, whole=1)  # raises here for what is no size, rather than in apply
 
     def budget_for(self, plan: Plan) -> int:
-        """Return the largest predicted peak in bytes that the guard allows; raise BudgetError if the peak of `plan` exceeds it."""
+        """Return the largest peak in bytes that the guard allows; raise BudgetError if `plan` exceeds it."""
         peak = footprint(self.trace, plan).peak_bytes
         if self.budget is None:
             return peak
@@ -133,7 +133,7 @@ def checked_guard(guard: Any, plan: Plan) -> Guard | None:
 
 
 def check_model(trace: Trace, model: nn.Module) -> None:
-    """Raise ApplyError if `trace` is of another model than `model`, since a guard could not measure the slots of that model."""
+    """Raise ApplyError if `trace` is of another model, whose slots a guard of `model` could not measure."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     for slot in trace.of(Role.WEIGHT):
         if not slot.stays and shapes.get(slot.name) != slot.shape:
@@ -159,7 +159,7 @@ def probe_steps() -> Iterator[int]:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor | None:
-    """Return the norm of all gradients together, as a tensor on their device (infinity or NaN if a value is); None if there are none."""
+    """Return the norm of all gradients together (infinity or NaN if a value is); None if there are none."""
     if not gradients:
         return None
     norm = torch.nn.utils.get_total_norm(gradients)
@@ -213,18 +213,18 @@ class GuardState:
     refused_until: dict[str, int] = field(default_factory=dict[str, int])
 
     def begin(self, optimizer: str) -> bool:
-        """Count a call of `optimizer.step()`, and return whether a new training step begins, since this optimizer ran in the last one."""
+        """Count a call of `optimizer.step()`, and return whether it begins a new training step."""
         is_new = not self.done or optimizer in self.done
         self.steps += is_new
         self.done = [optimizer] if is_new else [*self.done, optimizer]
         return is_new
 
     def is_held(self, name: str) -> bool:
-        """Return whether a slot must not be lowered yet, because the guard raised it at most `Limits.hold` steps ago."""
+        """Return whether a slot must not be lowered yet: it was raised at most `Limits.hold` steps ago."""
         return self.held_until.get(name, -1) > self.steps
 
     def is_refused(self, name: str) -> bool:
-        """Return whether the guard could not raise a slot within the budget when it tried, at most `Limits.hold` steps ago."""
+        """Return whether a slot could not be raised within the budget in the last `Limits.hold` steps."""
         return self.refused_until.get(name, -1) > self.steps
 
     def is_probe_due(self) -> bool:
@@ -232,14 +232,14 @@ class GuardState:
         return self.steps == next(step for step in probe_steps() if step >= self.steps)
 
     def update(self, measured: Mapping[str, SlotSignal]) -> None:
-        """Add the measured rounding errors of slots to their moving averages; values that are not finite are left out."""
+        """Add the measured rounding errors of slots to moving averages; leave out values that are not finite."""
         for name, signal in measured.items():
             if isfinite(signal.error) and isfinite(signal.largest):
                 before = self.looks.get(name)
                 self.looks[name] = signal if before is None else SlotSignal(_mixed(before.error, signal.error), before.largest)
 
     def forget(self, name: str, *, held_until: int | None) -> None:
-        """Drop the measurements of a slot that got a new format, and do not lower it before the step `held_until`, unless that is None."""
+        """Drop the measurements of a slot with a new format, which is not lowered before `held_until`."""
         self.looks.pop(name, None)
         if held_until is not None:
             self.held_until[name] = held_until

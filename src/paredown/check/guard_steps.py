@@ -67,7 +67,7 @@ OVER_BUDGET = "no other slot can be lowered enough to keep the budget"
 
 @final
 class GuardRunner(SessionGuard):
-    """The guard of one session: it measures rounding errors in each step, and calls `change(plan)` with a repaired plan."""
+    """The guard of one session: it measures rounding errors, and calls `change(plan)` with a repaired plan."""
 
     def __init__(
         self, guard: Guard, plan: Plan, model: nn.Module, activations: Activations, change: Callable[[Plan], None]
@@ -94,7 +94,7 @@ class GuardRunner(SessionGuard):
         return RepairTerms(self.guard.trace, self.budget_bytes, self.sensitivities, self._levels)
 
     def passes_over(self) -> bool:
-        """Return whether the forward pass that begins belongs to a probe, which packs nothing; raise ApplyError in a CUDA graph capture."""
+        """Return whether the forward pass is one of a probe; raise ApplyError in a CUDA graph capture."""
         if is_capturing():
             raise ApplyError(
                 "a CUDA graph is being captured, but the guard of this session reads measured errors on the host before each optimizer "
@@ -114,7 +114,7 @@ class GuardRunner(SessionGuard):
     # --- before a step ----------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before `optimizer` takes a step, skip the step or repair the plan if gradients or rounding errors exceed their limits."""
+        """Skip the step that `optimizer` is about to take, or repair the plan, if limits are exceeded."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
         if not parameters or not self.signals.has_any or not getattr(optimizer, "updates_next", True):
             return
@@ -132,7 +132,7 @@ class GuardRunner(SessionGuard):
             self._probe_within_budget()
 
     def _takes(self, taken: OptimizerSteps, norm: float, measured: Mapping[str, SlotSignal], *, is_new: bool) -> bool:
-        """Return whether the optimizer step may run; repair the plan first if rounding errors (`measured`) are too large."""
+        """Return whether the optimizer step may run, after repairing the plan if errors are too large."""
         memory, signals = self.memory, self.signals
         alarm = self._alarm(taken, norm)
         wrong = self._wrong(measured)
@@ -151,7 +151,7 @@ class GuardRunner(SessionGuard):
         return not alarm
 
     def _alarm(self, taken: OptimizerSteps, norm: float) -> str:
-        """Return why a step must be skipped because of the gradients' norm (not finite, or far above the usual norm); "" if it need not."""
+        """Return why a step is skipped (its gradient norm is not finite or too large); "" if it is taken."""
         if not isfinite(norm):
             return NOT_FINITE
         usual = taken.usual_norm()
@@ -181,7 +181,7 @@ class GuardRunner(SessionGuard):
         return {name: why for name, (_, why) in sorted(wrong.items(), key=lambda row: (-row[1][0], row[0]))}
 
     def _growth(self, name: str) -> float:
-        """Return the factor by which the largest value of a slot may grow before the slot is raised: infinity for formats with scales."""
+        """Return the factor by which a slot's largest value may grow before the slot is raised."""
         if self.slots[name].pin is not None:
             return sqrt(self.guard.limits.jump)  # query and key, which are multiplied with each other in an exponent
         format = self.format_of(name)
@@ -189,7 +189,7 @@ class GuardRunner(SessionGuard):
         return inf if is_scaled else self.guard.limits.jump
 
     def _suspects(self, taken: OptimizerSteps, measured: Mapping[str, SlotSignal]) -> list[str]:
-        """Return the slots to raise if gradients are suspicious and no error is large: pinned ones first, twice as many as last time."""
+        """Return the slots to raise if gradients are suspicious and no error is large, pinned ones first."""
 
         def rank(name: str) -> tuple[bool, float, str]:
             error, format = measured[name].error, self.format_of(name)
@@ -212,7 +212,7 @@ class GuardRunner(SessionGuard):
     # --- plans ------------------------------------------------------------------------------------------------------------
 
     def _use(self, repaired: RepairedPlan, why: Mapping[str, str], whole: str = "") -> None:
-        """Apply a repaired plan, and record an action for each slot that it changed or refused; `whole` is one reason for all slots."""
+        """Apply a repaired plan, and record an action, with its reason, for each changed or refused slot."""
         steps = self.memory.steps
         for move in repaired.moves:
             is_raised = move.slot in repaired.raised
@@ -241,7 +241,7 @@ class GuardRunner(SessionGuard):
         self.actions.append(Action(self.memory.steps, THE_PROBE, "due", "skipped", why))
 
     def reprobe(self, batch: Any, loss: Callable[..., Tensor] | None) -> Sensitivities:
-        """Measure sensitivities (gradient errors of slots) on `batch`, as `probe` does, and choose formats by them within the budget."""
+        """Measure the gradient errors of slots on `batch`, and choose formats by them within the budget."""
         model = self._model()
         if model is None:
             raise ApplyError("the model of this session was deleted: there is nothing to probe. Keep a reference to the model.")
@@ -305,13 +305,13 @@ def _averaged(errors: Mapping[str, Mapping[str, float]], device: torch.device) -
 
 
 def probe_bytes(trace: Trace, plan: Plan, batch: Any, *, num_examples: int | None = None) -> int:
-    """Return the predicted peak in bytes of a probe of `batch` (or of its first `num_examples`) between two training steps."""
+    """Return the predicted peak in bytes of a probe between steps, of `batch` or its first `num_examples`."""
     fixed, each = _costs(trace, plan, batch)
     return int(fixed + each * (count_examples(batch) if num_examples is None else num_examples))
 
 
 def examples_within(batch: Any, trace: Trace, plan: Plan, budget_bytes: int) -> Any | None:
-    """Return the first examples of `batch`, as many as a probe can use within the budget; None if one example is too many."""
+    """Return the first examples of `batch`, as many as a probe fits into the budget; None if none fits."""
     fixed, each = _costs(trace, plan, batch)
     num = int((budget_bytes - fixed) // each) if each else 1 << 62
     return first_examples(batch, num) if num > 0 else None
@@ -337,5 +337,5 @@ def _costs(trace: Trace, plan: Plan, batch: Any) -> tuple[float, float]:
 
 
 def count_examples(batch: Any) -> int:
-    """Return the number of examples in `batch`, the length of its first tensor that has dimensions; 1 if there is none."""
+    """Return the number of examples in `batch`: the length of its first tensor; 1 without tensors."""
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() and len(leaf)), 1)

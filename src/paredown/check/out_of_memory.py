@@ -71,7 +71,7 @@ def explain_shortage(
     available_bytes: int | None = None,
     learning_rate: float | None = None,
 ) -> str:
-    """Return a text on which role of tensors takes the most memory at the peak of `plan`, and which plan is the next smaller one.
+    """Return a text on which role takes the most memory at the peak of `plan`, and on the next smaller plan.
 
     `candidates` are predicted peaks in bytes of plans by name, by default those of the presets. `available_bytes` is the memory of the
     device, if known, into which the next plan must fit. At a small `learning_rate`, if known, presets store weights with a residue (extra
@@ -118,7 +118,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def add_explanation(error: BaseException, trace: Trace | None, plan: Plan, *, learning_rate: float | None = None) -> None:
-    """Add an explanation to the traceback of `error` if it is an out-of-memory error of the step that `trace` and `plan` describe."""
+    """Add an explanation to the traceback of `error` if memory ran out in the step of `trace` and `plan`."""
     if not is_out_of_memory(error):
         return
     if trace is not None:
@@ -145,7 +145,7 @@ def allocator_advice(message: str) -> str:
 
 
 class LastCall:
-    """A recorder of the shapes and dtypes of a model's last call with gradients, from which its step is traced if it runs out of memory.
+    """Records the shapes of a model's last call with gradients, to trace the step if it runs out of memory.
 
     `traced_as` are arguments of `trace_step`; device and autocast are those of the call unless it names them. `learning_rate` is that of
     the training, if known.
@@ -158,7 +158,7 @@ class LastCall:
         self._handle = model.register_forward_pre_hook(Hook(self._record), with_kwargs=True)
 
     def explain(self, error: BaseException, plan: Plan) -> None:
-        """Trace the step of the last call under `plan`, and add an explanation to `error` if it is an out-of-memory error."""
+        """Trace the step of the last call, and add an explanation to `error` if memory ran out."""
         args, named = self._arguments
         if not is_out_of_memory(error):
             return
@@ -180,7 +180,7 @@ class LastCall:
         self._handle.remove()
 
     def _batch(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any]:
-        """Return the arguments of a call as the batch that `trace_step` takes; if a loss is given, None stands for the target."""
+        """Return the arguments of a call as the batch of `trace_step`, with None for the target of a loss."""
         if named:
             return (dict(inspect.signature(self._model.forward).bind(*args, **named).arguments) if args else named,)
         return ((*args, None) if "loss" in self.traced_as else args,)
@@ -218,7 +218,7 @@ def explain_oom(model: nn.Module, *, optimizer: Any = None, learning_rate: float
 
 
 class LossOf:
-    """A loss function that returns the model's own loss, or the sum of the means of its outputs if the model returns no loss."""
+    """A loss function that returns the model's own loss, or if there is none the sum of its outputs' means."""
 
     is_missing = False  # whether a model returned none
 

@@ -51,7 +51,7 @@ def probe(
     backwards: int = BACKWARDS,
     seed: int = 0,
 ) -> Sensitivities:
-    """Return the squared relative gradient error that rounding one activation of `trace` alone causes, by slot and by format.
+    """Return the squared relative gradient errors that rounding single activations causes, by slot and format.
 
     `batch` and `loss` are those of `trace_step`; the batch may be smaller than the traced one, and should be if memory is short, since a
     probe packs nothing. `formats` None stands for FORMATS. `backwards` is the most backward passes, `seed` that of stochastic rounding. The
@@ -72,7 +72,7 @@ def probe(
 
 
 class ProbeMeasurement:
-    """The measurement behind `probe`: one forward pass, and backward passes with different slots (saved tensors) rounded."""
+    """The measurement behind `probe`: one forward pass, and backward passes with different slots rounded."""
 
     def __init__(self, board: HeldForward, slots: Mapping[str, Slot], loss: Tensor, parameters: Sequence[Tensor]) -> None:
         self.board, self.slots, self.loss, self.parameters = board, slots, loss, parameters
@@ -80,7 +80,7 @@ class ProbeMeasurement:
         self.energies: list[float] = []  # sums of squares of those gradients
 
     def errors(self, formats: Sequence[Format], backwards: int) -> dict[str, dict[str, float]]:
-        """Return the squared relative gradient error by slot and format, measured in at most `backwards` backward passes."""
+        """Return the squared relative gradient errors of at most `backwards` passes, by slot and format."""
         called = formats if len(formats) <= min(MAX_FORMATS, backwards - 1) else [_middle(formats)]
         noise = NoiseMeasurement(self._trials(called))
         exact = noise.backward(self.loss, self.parameters)
@@ -116,7 +116,7 @@ class ProbeMeasurement:
         return trials
 
     def _scales(self, parts: Mapping[str, tuple[float, float]], format: Format, backwards: int) -> dict[str, float]:
-        """Return a factor for each slot that corrects its estimated error, from backward passes with groups of slots rounded.
+        """Return factors that correct estimated errors of slots, from passes with groups rounded.
 
         `parts` has the (exact, estimated) parts of each slot's error in `format`. At most `backwards` passes run.
         """
@@ -130,7 +130,7 @@ class ProbeMeasurement:
         return scales
 
     def error_of(self, names: Iterable[str], format: Format) -> float:
-        """Round the slots `names` together in one backward pass, and return the squared relative error of its gradients."""
+        """Return the squared relative gradient error with the slots `names` rounded together."""
         self.board.round(dict.fromkeys(names, format), turn=1)
         gradients = torch.autograd.grad(self.loss, [p for p, _ in self.trained], retain_graph=True)
         self.board.restore()
@@ -138,7 +138,7 @@ class ProbeMeasurement:
         return sum(part / whole for part, whole in zip(parts.tolist(), self.energies, strict=True) if whole > 0)
 
     def _extend(self, errors: Mapping[str, dict[str, float]], known: Format, formats: Sequence[Format]) -> None:
-        """Add to `errors` formats that were not measured: the error of `known`, scaled by the squared rounding errors of the values."""
+        """Add estimated errors of `formats` that were not measured: those of `known`, scaled."""
         for name, row in errors.items() if formats else ():
             held = self.board.slots[name]
             base = self._rounding_error(held, known)

@@ -47,7 +47,7 @@ from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, Stor
 
 @dataclass(eq=False)
 class HeldSlot:
-    """A slot that a probe rounds: the tensor that backward reads, its exact values, and the autograd nodes that saved it."""
+    """A slot that a probe rounds: the tensor that backward reads, its exact values, and the nodes that saved it."""
 
     name: str
     op: str
@@ -60,7 +60,7 @@ class HeldSlot:
     rounded: dict[Format, PackedTensor] = field(default_factory=dict[Format, PackedTensor])
 
     def resolved(self, format: Format) -> Format | None:
-        """Return the format in which a session stores this slot if a plan requests `format`; None if it is stored unmodified."""
+        """Return the format in which a session stores this slot if a plan requests `format`, or None."""
         dtype = str(self.exact.dtype).removeprefix("torch.")
         return resolve_format(
             Assignment(format), Needs(Use.VALUE, self.pin, self.is_centered), dtype=dtype, numel=self.exact.numel()
@@ -71,7 +71,7 @@ class HeldSlot:
         self.form.refer_to(self.exact)
 
     def round(self, format: Format, seed: Seed, *, keeps: bool = False) -> None:
-        """Overwrite the tensor that backward reads by its values rounded to `format`; `keeps` stores the packed values for reuse."""
+        """Overwrite the tensor that backward reads by its rounded values; `keeps` stores these for reuse."""
         packed = self.rounded.get(format) or self.encode(format, seed)
         if keeps:
             self.rounded[format] = packed
@@ -114,7 +114,7 @@ class HeldForward:
             held.restore()
 
     def round(self, formats: Mapping[str, Format], *, turn: int = 0) -> None:
-        """Round the saved tensors that `formats` names to these formats, and make all others exact; `turn` selects the random bits."""
+        """Round the saved tensors in `formats`, and make all others exact; `turn` selects random bits."""
         self.restore()
         for name, format in formats.items():
             resolved = self.slots[name].resolved(format)
@@ -122,7 +122,7 @@ class HeldForward:
                 self.slots[name].round(resolved, self.seed_of(name, turn))
 
     def close(self) -> None:
-        """Release autograd's graph and the tensors that it holds, since a weight that a graph holds cannot be packed."""
+        """Release autograd's graph and its tensors, since a weight that a graph holds cannot be packed."""
         for held in self._by_form.values():
             held.nodes.clear()
         self.slots.clear()
@@ -156,7 +156,7 @@ Energies = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class SlotRounding:
-    """A slot with functions for use between backward passes: `round` writes rounded values into it, `restore` the exact values."""
+    """A slot with two functions: `round` writes rounded values into it, `restore` the exact values."""
 
     slot: str
     format: str
@@ -166,7 +166,7 @@ class SlotRounding:
 
 @dataclass(eq=False)
 class NodeEnergies:
-    """The sums of squares ("energies") of an autograd node's gradients, and of their changes by (slot, format) that was rounded."""
+    """The sums of squares ("energies") of a node's gradients, and of their changes by each rounded slot."""
 
     node: Any
     incoming: Tensor
@@ -185,7 +185,7 @@ class NoiseMeasurement:
         self._measured: list[NodeEnergies] = []
 
     def backward(self, loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Return the exact gradients of `parameters`, and measure the effect of rounding on the way; the graph can be used again."""
+        """Return the exact gradients of `parameters`, and measure effects of rounding on the way."""
         handles = [node.register_hook(self._hook(node)) for node in nodes_behind(loss)]
         try:
             return torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
@@ -247,7 +247,7 @@ def energy_of(tensor: Tensor | None) -> Tensor | None:
 
 
 def nodes_behind(loss: Tensor) -> list[Any]:
-    """Return the autograd nodes that backward from `loss` may run, except those that accumulate gradients of parameters."""
+    """Return the autograd nodes that backward from `loss` runs, without those of parameters."""
     pending, seen = [loss.grad_fn], dict[Any, None]()
     while pending:
         node = pending.pop()
@@ -273,7 +273,7 @@ VIEWS_AND_CASTS = frozenset(("TBackward0", "TransposeBackward0", "ToCopyBackward
 
 
 def _parameter(node: Any) -> Tensor | None:
-    """Return the parameter to which a node passes its gradient, directly or through views and casts; None if there is none."""
+    """Return the parameter to which a node passes its gradient, also through views and casts, or None."""
     while node is not None and node.name() in VIEWS_AND_CASTS:
         node = node.next_functions[0][0]
     return node.variable if node is not None and node.name() == ACCUMULATE else None

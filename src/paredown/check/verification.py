@@ -69,7 +69,7 @@ Fails = Callable[[Sequence[str]], bool]
 
 @dataclass(frozen=True)
 class Compared:
-    """A row of `verify` for one parameter: the errors of its gradient, with all slots stored exactly and under the plan, and a verdict."""
+    """A row of `verify` for one parameter: gradient errors with exact slots and under the plan, and a verdict."""
 
     name: str
     exact_error: float
@@ -78,14 +78,14 @@ class Compared:
 
     @staticmethod
     def of(name: str, exact_error: float, error: float, exact_tolerance: float, tolerance: float) -> Compared:
-        """Return the row of the parameter `name`, with the verdict that follows from its two errors and their tolerances."""
+        """Return the row of the parameter `name`, with the verdict that follows from errors and tolerances."""
         verdict = WRONG if exact_error > exact_tolerance else OFF if error > tolerance else OK
         return Compared(name, min(exact_error, LARGEST), min(error, LARGEST), verdict)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A slot (saved tensor) whose storage makes a gradient wrong, and the parameter whose gradient has the largest error.
+    """A slot (saved tensor) whose storage makes gradients wrong, and the parameter with the largest error.
 
     `error` is that error with all slots of the failing set stored, `alone` the error with only this slot stored. `under` is "exact plan" or
     "plan".
@@ -105,7 +105,7 @@ class Fault:
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """The result of `verify`: relative errors of gradients under a plan, compared with gradients of the unmodified model.
+    """The result of `verify`: relative errors of gradients under a plan, against the unmodified model.
 
     `reason` explains `tolerance`. `exact_tolerance` is 0 if two runs of the unmodified step give the same bits.
     """
@@ -125,7 +125,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """Return "same bits", "within the format's bound", "too coarse to be useful", or "outside the format's bound"."""
+        """Return the verdict: "same bits", within or outside the format's bound, or too coarse."""
         if not self.ok:
             return OUTSIDE_BOUND
         if not any(row.error or row.exact_error for row in self.rows):
@@ -133,7 +133,7 @@ class Verification:
         return TOO_COARSE if self.tolerance >= USELESS_TOLERANCE else WITHIN_BOUND
 
     def check(self) -> Verification:
-        """Return this verification if it is ok, with a UserWarning if it is too coarse to be useful; else raise VerificationError."""
+        """Return this verification if it is ok (with a warning if too coarse); raise VerificationError if not."""
         if not self.ok:
             raise VerificationError(
                 f"gradients under the plan are not those of the unmodified model. Leave the slots at fault unmodified "
@@ -218,7 +218,7 @@ def _say_allowed(tolerance: float) -> str:
 
 
 def expected_error(format: Format, rounding: Rounding) -> float:
-    """Return the expected relative error of normally distributed values in a format: root mean square over standard deviation.
+    """Return the expected relative error (root mean square) of normally distributed values in a format.
 
         float    2^-(mantissa bits + 1) / sqrt(3)      rounded to nearest; stochastic rounding has sqrt(2) times that
         intN     PEAK / (2^(N-1) - 1) / sqrt(12)       the largest value of a block is at about PEAK standard deviations
@@ -251,7 +251,7 @@ class FaultSearch:
         self.is_spent = False
 
     def minimal_groups(self, slots: Sequence[str], fails: Fails) -> tuple[list[list[str]], bool]:
-        """Return groups of `slots` that make the test fail, none of which can be smaller, and whether it fails with no slot stored.
+        """Return minimal groups of slots that make the test fail, and whether it fails without any.
 
         `fails(names)` runs the test: it stores only the slots `names`, and returns whether gradients are wrong.
         """
@@ -265,7 +265,7 @@ class FaultSearch:
         return groups, False
 
     def _minimal(self, fails: Fails, kept: list[str], candidates: list[str], *, is_known: bool) -> list[str]:
-        """Return a part of `candidates` that makes the test fail if it is stored together with `kept`; no slot of it can be left out."""
+        """Return a minimal part of `candidates` that makes the test fail if stored together with `kept`."""
         if not is_known and self._fails(fails, kept):
             return []
         if len(candidates) == 1 or self.is_spent:

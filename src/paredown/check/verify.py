@@ -97,7 +97,7 @@ def verify(
     tolerance: float | None = None,
     seed: int = 0,
 ) -> Verification:
-    """Return how far the gradients of a step under `plan` are from those of the unmodified model, and the slots at fault.
+    """Return how far gradients under `plan` are from those of the unmodified model, and the slots at fault.
 
     `batch`, `loss` and `autocast` are those of `trace_step`; an autocast context around the call applies too. Leave `plan` out if the model
     has a session: its plan is verified. `tolerance` replaces the tolerance that follows from the formats. `seed` is that of stochastic
@@ -118,7 +118,7 @@ def verify(
 def verify_step(
     model: nn.Module, batch: Any, step: Step, plan: Plan | None = None, *, tolerance: float | None = None, seed: int = 0
 ) -> Verification:
-    """Return the result of `verify` for a loss that `step(batch)` computes with `model`, such as a library's training step.
+    """Return the result of `verify` for a loss that `step(batch)` computes, such as a library's training step.
 
     If the unmodified step runs out of memory, the first half of the batch is used, then the first quarter, and so on.
     """
@@ -177,7 +177,7 @@ def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Se
 def _session(
     opened: Session | None, plan: Plan | None, model: nn.Module, seed: int
 ) -> Generator[tuple[Session, Mapping[str, Tensor]]]:
-    """Return a context with (the open session, or one opened for `plan`; copies of the weights that this session packs)."""
+    """Return a context with the session of the plan, open or new, and copies of the weights that it packs."""
     if opened is not None:
         yield opened, {}
         return
@@ -198,12 +198,12 @@ def _session(
 
 
 class VerificationRuns:
-    """The runs of one training step that `verify` compares: unmodified, and with some or all slots (saved tensors) stored packed."""
+    """The runs of one training step that `verify` compares: unmodified, and with slots stored packed."""
 
     def __init__(
         self, session: Session, model: nn.Module, step: Callable[[], Tensor], originals: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Prepare the runs. `originals` has the values of weights before they were packed (none for an open session)."""
+        """Prepare the runs; `originals` has the values of weights before packing, if known."""
         self.session, self.model, self.step = session, model, step
         self.originals = {name: values for name, values in (originals or {}).items() if name in session.runs.packed_weights}
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -252,13 +252,13 @@ class VerificationRuns:
     # --- runs -----------------------------------------------------------------------------------------------------------
 
     def stored(self, names: Collection[str] | None = None, *, is_exact: bool = False, records_formats: bool = False) -> Gradients:
-        """Return the gradients of a step in which the slots `names` (None: all) are stored; `is_exact` stores them in float32."""
+        """Return the gradients with the slots `names` (None: all) stored; in float32 if `is_exact`."""
         observer = (lambda saved, _, form: self._record_format(saved.name, form)) if records_formats else None
         with self.session.runs.storing(names, is_exact=is_exact, on_packed=observer):
             return self._gradients()
 
     def _error_of_random_weights(self) -> float:
-        """Return the largest gradient error in unmodified runs with random errors in weights, as large as rounding errors."""
+        """Return the largest gradient error if weights have random errors."""
         weights = self.session.runs.packed_weights
         errors = {name: expected_error(weights[name].format, Rounding.NEAREST_EVEN) for name in self.originals}
         seeds = iter(range(NUM_DRAWS * sum(1 for _ in self.model.parameters())))
@@ -278,7 +278,7 @@ class VerificationRuns:
         return max(distances)
 
     def _product_errors(self) -> dict[str, float]:
-        """Return the expected relative error of each layer that multiplies 8-bit codes, from rounding its three matrices."""
+        """Return the expected relative error, by rounding, of each layer with 8-bit products."""
         multiplied = self.products.multiplied if self.products is not None else {}
         formats = {path: Format.parse(f"{element}/64@fp32") for path, element in multiplied.items()}
         return {f"product={path}": sqrt(3) * expected_error(format, Rounding.NEAREST_EVEN) for path, format in formats.items()}
@@ -293,7 +293,7 @@ class VerificationRuns:
         return found
 
     def _unmodified(self, values: Callable[[str, Tensor], Tensor] | None = None, names: Collection[str] = ()) -> Gradients:
-        """Return the gradients without the plan; with `values`, weights in `names` are replaced and no products are in 8 bits."""
+        """Return the gradients without the plan; `values` gives the weights `names` other values."""
         products = self.products.paused() if values is not None and self.products is not None else nullcontext()
         with self.session.runs.unmodified(), products, self._having(values, names) if values is not None else nullcontext():
             return self._gradients()
@@ -389,7 +389,7 @@ class VerificationRuns:
         return lambda names: max(self._distances(self.stored(names, is_exact=is_exact), is_exact=is_exact), default=0.0) > limit
 
     def _group(self, group: Sequence[str], *, is_exact: bool) -> list[Fault]:
-        """Return a `Fault` for each slot of a group that fails together; an empty group means that gradients differ with nothing stored."""
+        """Return a `Fault` for each slot of a failing group; if it is empty, one for all but slots."""
         errors = self._distances(self.stored(group, is_exact=is_exact), is_exact=is_exact)
         error, parameter = max(zip(errors, self.names, strict=True))
         under = EXACT if is_exact else PLAN

@@ -59,7 +59,7 @@ DTYPE_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 
 
 
 class Interval(NamedTuple):
-    """An interval of a step in which a tensor holds `nbytes` bytes of memory, from tick `birth` to tick `death`, both included.
+    """The bytes of memory that a tensor holds during a part of a step, from tick `birth` to tick `death`.
 
     A tick is the position of an operation in the step. Footprints sum the intervals of all tensors.
     """
@@ -73,7 +73,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotStorage:
-    """The way in which a plan stores one activation: packed (`packs`) or unmodified, and the `reason` if the plan requests another.
+    """The way in which a plan stores one activation: packed (`packs`) or unmodified, and a `reason`.
 
     `format` is the format of the packed values, None if the tensor is unmodified or if only bits or indices are packed. `recomputed` means
     that the values take no memory, since backward recomputes them from another stored tensor.
@@ -137,7 +137,7 @@ def parameter_of(moment: Slot, weights: dict[str, Slot]) -> Slot | None:
 
 
 def slot_storage(slot: Slot, plan: Plan) -> SlotStorage:
-    """Return how `plan` stores an activation: whether it is packed, in which format, and the reason if the plan requests another.
+    """Return how `plan` stores an activation: packed, and in which format, or unmodified, and why.
 
     If several operations save the tensor, the format is that of the first, or of a later operation that needs more precision.
     """
@@ -173,7 +173,7 @@ def slot_storages(trace: Trace, plan: Plan) -> dict[str, SlotStorage]:
 
 
 def with_recomputed(slots: Iterable[Slot], storages: dict[str, SlotStorage]) -> dict[str, SlotStorage]:
-    """Return a copy of `storages` in which tensors that backward can recompute from other stored tensors are marked `recomputed`."""
+    """Return a copy of `storages` in which tensors that backward can recompute are marked `recomputed`."""
     storages = dict(storages)
     for slot in slots:
         source = storages.get(slot.recomputed_from)
@@ -183,7 +183,7 @@ def with_recomputed(slots: Iterable[Slot], storages: dict[str, SlotStorage]) -> 
 
 
 def part_bytes(slot: Slot, part: Part, storage: SlotStorage) -> int:
-    """Return the bytes that a tensor's packed data takes for one use in backward: for values, signs, a mask or indices."""
+    """Return the bytes of a tensor's packed data for one use in backward: values, signs, a mask or indices."""
     if part.use is Use.VALUE:
         assert storage.format is not None
         return 0 if storage.recomputed else storage.format.nbytes((slot.numel,))
@@ -204,7 +204,7 @@ def intervals(trace: Trace, plan: Plan) -> list[Interval]:
 
 
 def host_bytes(trace: Trace, plan: Plan, *, is_rounded: bool = False) -> int:
-    """Return the bytes of packed values that are in host memory when backward begins; `trace` comes from `planned_step`.
+    """Return the bytes of packed values in host memory when backward begins; `trace` is from `planned_step`.
 
     `is_rounded` says whether to count them as torch's allocator of pinned memory rounds them up.
     """
@@ -217,7 +217,7 @@ def host_bytes(trace: Trace, plan: Plan, *, is_rounded: bool = False) -> int:
 
 
 def pinned_pieces(nbytes: int) -> list[int]:
-    """Return the sizes of the pinned host buffers into which sessions split `nbytes` bytes, so that rounding adds less than 1 MiB.
+    """Return the sizes of the pinned buffers into which sessions split `nbytes` bytes of a tensor.
 
     torch's allocator of pinned memory rounds each size up to a power of two.
 
@@ -232,7 +232,7 @@ def pinned_pieces(nbytes: int) -> list[int]:
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """Return the bytes of pinned host memory that torch allocates for a tensor of `nbytes` bytes, split by `pinned_pieces`."""
+    """Return the bytes of pinned memory that torch allocates for `nbytes` bytes, split by `pinned_pieces`."""
     return sum(1 << (size - 1).bit_length() for size in pinned_pieces(nbytes))
 
 
@@ -248,7 +248,7 @@ def fixed_intervals(trace: Trace) -> list[Interval]:
 
 
 def model_memory(trace: Trace, plan: Plan, *, packs_gradients: bool = True) -> Iterator[Interval]:
-    """Yield the intervals in which weights, their decoded copies, gradients and optimizer state hold memory under `plan`.
+    """Yield the intervals in which weights, decoded copies, gradients and optimizer state hold memory.
 
     `packs_gradients` says whether gradients are stored in the plan's format.
     """

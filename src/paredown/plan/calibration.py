@@ -69,7 +69,7 @@ LAUNCH_SHARE = 0.6
 
 @dataclass(frozen=True)
 class FormatCost:
-    """The measured cost of encoding and decoding in one format: bytes per second, seconds of a kernel launch, and host seconds."""
+    """The measured cost of encode and decode in one format: bytes per second, and seconds of launch and host."""
 
     encode_bytes_per_second: float
     decode_bytes_per_second: float
@@ -139,7 +139,7 @@ class Calibration:
         return max(moved, computed, self.kernel_seconds)
 
     def copy_rate(self, kind: str) -> float:
-        """Return the bytes per second of copies of `kind` TO_HOST or TO_DEVICE, or COPY_BYTES_PER_SECOND if they were not measured."""
+        """Return the bytes per second of copies of `kind`, TO_HOST or TO_DEVICE, measured or assumed."""
         return self.bytes_per_second.get(kind, COPY_BYTES_PER_SECOND)
 
     def say_copies(self) -> str:
@@ -148,7 +148,7 @@ class Calibration:
         return rates if TO_HOST in self.bytes_per_second else f"{rates}, assumed since the calibration has no copies"
 
     def issue_seconds(self, operation: Operation) -> float:
-        """Return the predicted host seconds of calling the operation (or making a view) once, without calls of modules."""
+        """Return the predicted host seconds of one call of the operation, or of making one view."""
         if operation.op == VIEW:
             return self.host.backward_view if operation.phase == "backward" else self.host.view
         if self.launched and operation.arguments and (found := self.launched.get(operation_key(operation))) is not None:
@@ -181,7 +181,7 @@ class Calibration:
         return len(keys - self.timed.keys())
 
     def format_cost(self, format: Format | None) -> FormatCost:
-        """Return the cost of encoding and decoding in `format`, or in the measured format with the nearest number of bits.
+        """Return the cost of encode and decode in `format`, or in the measured format nearest in width.
 
         `format` None stands for a mask, which costs as much as the widest measured format.
         """
@@ -210,7 +210,7 @@ class Calibration:
         return calibration
 
     def save(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write the calibration as JSON to `path`, or to the cache folder if that is None, and return the path of the file."""
+        """Write the calibration as JSON to `path` (None: to the cache folder), and return the file's path."""
         target = calibration_path(self.device) if path is None else Path(path)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -242,7 +242,7 @@ def kind_of(op: str) -> str:
 
 
 def interpolated(points: Sequence[tuple[float, float]], flops: float) -> float:
-    """Return the rate (flops per second) of an operation of `flops` flops, interpolated between measured (flops, rate) `points`.
+    """Return the flops per second of an operation of `flops` flops, interpolated between measured `points`.
 
     Both axes are logarithmic. Below the first and above the last point the rate is constant.
 
@@ -259,7 +259,7 @@ def interpolated(points: Sequence[tuple[float, float]], flops: float) -> float:
 
 @cache
 def _is_unaligned(arguments: str) -> bool:
-    """Return whether a matrix among the arguments (JSON) of an operation has a side above 8 that is no multiple of 8."""
+    """Return whether a matrix among an operation's arguments (JSON) has a side above 8 that 8 does not divide."""
     tensors = json.loads(arguments)[0] if arguments else []
     shapes = [value["t"][1] for value in tensors if isinstance(value, dict) and "t" in value]
     return any(side > ALIGNMENT and side % ALIGNMENT for shape in shapes if len(shape) > 1 for side in shape[-2:])
@@ -290,7 +290,7 @@ def _check(calibration: Calibration) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder in which calibrations are stored: PAREDOWN_CACHE, or `paredown` in XDG_CACHE_HOME or in ~/.cache."""
+    """Return the folder of calibrations: PAREDOWN_CACHE, or `paredown` in XDG_CACHE_HOME or in ~/.cache."""
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
         return Path(named)
@@ -316,7 +316,7 @@ def _version(package: str) -> str:
 
 
 def load_calibration(device: str, device_name: str | None = None, path: Path | None = None) -> Calibration:
-    """Return the stored calibration of this device. Raise CalibrationError if there is none, or if its device or versions differ.
+    """Return the stored calibration of this device; raise CalibrationError if there is none that can be used.
 
     `device_name` is the name of this machine's device, or None if it has no such device: then a calibration made elsewhere is accepted.
     `path` is the file, or None for the file in the cache folder.
@@ -334,7 +334,7 @@ def load_calibration(device: str, device_name: str | None = None, path: Path | N
 
 
 def present_device_name(device: str) -> str | None:
-    """Return the name of this machine's GPU or processor; None if it has no such device, or if torch is not imported yet."""
+    """Return the name of this machine's GPU or processor; None without it, or if torch is not imported."""
     torch: Any = sys.modules.get("torch")
     if torch is None or (device == "cuda" and not torch.cuda.is_available()):
         return None

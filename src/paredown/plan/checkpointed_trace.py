@@ -48,7 +48,7 @@ TILES = "tiles"  # the operation of pieces of a module (plan/tiled_trace.py)
 
 
 def step_under(trace: Trace, plan: Plan) -> Trace:
-    """Return the trace to use under `plan`: `trace.unmodified`, `trace.without_packing`, `trace.in_4_bits`, or `trace` itself.
+    """Return the trace to use under `plan`: `trace` itself, or one of the variants that it contains.
 
     Under a plan that changes nothing, packs no activations, or packs all of them in 4 bits or fewer in a compiled step, a step may save
     other tensors than those of `trace`.
@@ -62,7 +62,7 @@ def step_under(trace: Trace, plan: Plan) -> Trace:
 
 
 def outermost(paths: Iterable[str], patterns: Iterable[str], *, what: str = "recompute") -> list[str]:
-    """Return the paths of modules that match a pattern and are not inside of another match; `what` names the argument in errors.
+    """Return the paths of modules that match a pattern and are not inside of another module that matches.
 
     >>> outermost(["layers", "layers.0", "layers.0.norm", "layers.1", "head"], ["layers.*"])
     ['layers.0', 'layers.1']
@@ -85,7 +85,7 @@ def is_inside(path: str, module: str) -> bool:
 
 
 def is_of(name: str, module: str) -> bool:
-    """Return whether a saved tensor's name, or a module's path with a call number ("layers.1@2"), belongs to `module` or a module in it.
+    """Return whether a saved tensor or a call ("layers.1@2") belongs to `module` or to a module inside of it.
 
     >>> is_of("layers.1.relu@2:output", "layers.1"), is_of("layers.10:input", "layers.1")
     (True, False)
@@ -112,7 +112,7 @@ def with_parents(paths: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class CheckpointSpan:
-    """The ticks (positions of operations in the step) at which a checkpointed module starts and ends in forward and in backward."""
+    """The ticks (positions of operations) at which a checkpointed module starts and ends in each pass."""
 
     module: str
     start: int
@@ -121,7 +121,7 @@ class CheckpointSpan:
     backward_end: int
 
     def has(self, path: str) -> bool:
-        """Return whether `path`, the path of a module or the name of a saved tensor, belongs to the checkpointed module."""
+        """Return whether a module's path, or the name of a saved tensor, belongs to the checkpointed module."""
         return is_of(path, self.module)
 
 
@@ -149,7 +149,7 @@ def _with_module(trace: Trace, module: str) -> Trace:
 
 
 def _span(trace: Trace, module: str) -> CheckpointSpan | str:
-    """Return the span of ticks of a module in forward and backward, or a sentence with the reason why it cannot be checkpointed."""
+    """Return the ticks at which a module runs, or a sentence with the reason why it cannot be checkpointed."""
     outputs = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
     start, end = min(o.birth for o in outputs), max(o.birth for o in outputs)
     weights = [slot for slot in trace.of(Role.WEIGHT) if is_inside(slot.module, module)]
@@ -166,7 +166,7 @@ def _span(trace: Trace, module: str) -> CheckpointSpan | str:
 
 
 def _needed_at(slots: Iterable[Slot], span: CheckpointSpan, backward_at: int) -> list[int]:
-    """Return the ticks at which backward reads the packed data of `slots` that only operations in the checkpointed module need."""
+    """Return the ticks at which backward reads packed data that only the checkpointed module needs."""
     parts = [part for slot in slots if slot.birth >= span.start for part in _own_parts(slot, span)]
     return [first for part in parts for first, _ in part.decoded if first > backward_at]
 
@@ -226,7 +226,7 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
 
 
 def _with_frozen(slots: Iterable[Slot], before: Trace, span: CheckpointSpan) -> Iterator[Slot]:
-    """Yield `slots`, where the frozen weights of the largest module call are decoded once more, when forward runs again in backward.
+    """Yield `slots`, where frozen weights of one module call are decoded once more, when forward runs again.
 
     That second pass runs in one tick and decodes frozen weights one at a time, or together those with which a module runs (experts).
     `before` is the trace without this checkpoint. Sessions decode frozen weights again where backward reads them.
@@ -254,7 +254,7 @@ def _input_name(row: Slot | Output, span: CheckpointSpan) -> str:
 
 
 def _input(slot: Slot, span: CheckpointSpan, reason: str) -> Slot:
-    """Return the slot of a saved tensor that is also an input of the checkpointed module, changed so that it is stored as such.
+    """Return the slot of a saved tensor that is also an input of the checkpointed module, stored as such.
 
     It is kept until backward of the module is done. `reason` says why it is not quantized, "" if it may be.
     """
@@ -284,7 +284,7 @@ def _input_part(span: CheckpointSpan, decoded_until: int) -> Part:
 
 
 def _unsaved_input(output: Output, span: CheckpointSpan, reason: str, storage: int) -> Slot | None:
-    """Return a new slot for an input of the module that no operation saves; None if `output` is no such input, or is small.
+    """Return a new slot for an input of the module that no operation saves; None for any other `output`.
 
     `reason` says why the input is not quantized, "" if it may be. `storage` is the storage number of the new slot.
     """
@@ -300,7 +300,7 @@ def _unsaved_input(output: Output, span: CheckpointSpan, reason: str, storage: i
 
 
 def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
-    """Return two allocations of a tensor inside of the checkpointed module: in forward, and when forward runs again in backward."""
+    """Return two allocations of a tensor inside of the checkpointed module: one for each forward pass."""
     end = min(slot.dropped, span.end) if not slot.parts else slot.dropped
     forward = Output("saved", slot.module, "forward", slot.shape, slot.dtype, slot.nbytes, slot.birth, max(end, slot.birth))
     death = max(_last_read(slot), span.backward_start)
@@ -308,12 +308,12 @@ def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
 
 
 def _last_read(slot: Slot) -> int:
-    """Return the tick (operation) at which backward reads the tensor last; it is freed then, before gradients are summed."""
+    """Return the tick (operation) at which backward reads the tensor last, and after which it is freed."""
     return max((end for part in slot.parts for _, end in part.decoded), default=slot.death)
 
 
 def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
-    """Return the slot of a module's result that later operations save, and the allocation of its copy when forward runs again."""
+    """Return the slot of a module's result that is saved later, and the allocation of its copy in backward."""
     savers = tuple(saver for saver in slot.savers if not span.has(saver.name))
     own_parts = _own_parts(slot, span)
     end = max((part.released for part in own_parts), default=span.backward_start)
@@ -327,14 +327,14 @@ def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
 
 
 def _extended(output: Output, span: CheckpointSpan) -> Output:
-    """Return `output`, or, if it is an input of the checkpointed module, a copy that lives until the module's backward is done."""
+    """Return `output`, living until the module's backward is done if it is an input of the checkpointed module."""
     is_before = output.phase == "forward" and not output.slot and output.birth < span.start <= output.death
     is_input = is_before and (span.start <= output.used <= span.end or (output.used < 0 and output.death <= span.end + 1))
     return replace(output, death=max(output.death, span.backward_end)) if is_input else output
 
 
 def _weight_used_twice(weight: Slot, span: CheckpointSpan, complete: int) -> Slot:
-    """Return the slot of a weight that the checkpointed module reads in forward, and when forward runs again in backward.
+    """Return the slot of a weight that the checkpointed module reads in both of its forward passes.
 
     From then on it is decoded again, until its gradient is complete at the tick `complete`.
     """
@@ -342,7 +342,7 @@ def _weight_used_twice(weight: Slot, span: CheckpointSpan, complete: int) -> Slo
 
 
 def _cast_used_twice(trace: Trace, cast: Slot, span: CheckpointSpan, *, is_trained: bool) -> Slot:
-    """Return the slot of a weight's autocast copy that the module makes in forward, and when forward runs again in backward.
+    """Return the slot of a weight's autocast copy, which the module makes in both of its forward passes.
 
     Autocast caches the copies of trained weights until its context ends, and no others.
     """
@@ -355,7 +355,7 @@ SHARE_IN_8_BITS = 0.52  # of two bytes, with scales; half of that of float32
 
 @dataclass(frozen=True)
 class _SecondPass:
-    """The most memory that a checkpointed module holds when its forward runs again in backward, beside the tensors that it saves.
+    """The most memory that a checkpointed module holds while its forward runs again in backward.
 
     `extra` is this memory in bytes if nothing is packed. `packed` has the tensors that a session may pack, each with the tick at which the
     first pass reads it last. If they are packed in 8 bits, the memory is largest at the tick `moment`, with `beside` more bytes of
@@ -405,7 +405,7 @@ class _SecondPass:
             )
 
     def _part(self, slot: Slot, part: Part, read: int) -> Part:
-        """Return the packed data `part` of `slot` with the times that it has if the second forward pass saves the tensor.
+        """Return the packed data `part` of `slot` with the times that it has if the second pass saves it.
 
         `read` is the tick at which the first pass reads the tensor last.
         """
@@ -417,7 +417,7 @@ class _SecondPass:
 
 
 def _is_packed_again(slot: Slot) -> bool:
-    """Return whether a session may pack a tensor that a checkpointed module saves when its forward runs again in backward."""
+    """Return whether a session may pack a tensor that a checkpointed module saves when it runs again."""
     is_large = bool(slot.parts) and not slot.stays and is_large_in_second_pass(slot.nbytes)
     return is_large and all(is_stored_in_second_pass(saver.op, saver.needs) for saver in slot.savers)
 

@@ -75,7 +75,7 @@ NOTHING_SENT = Communication()
 
 @dataclass(frozen=True)
 class Distribution:
-    """The settings of training with several processes: strategy, their number, modules under `fully_shard`, format of reductions."""
+    """The settings of training with several processes: strategy, their number, modules, format of reductions."""
 
     strategy: str
     world_size: int
@@ -91,14 +91,14 @@ class Distribution:
         return 2 * (self.world_size - 1) * nbytes // self.world_size
 
     def scratch_bytes(self, chunk: int) -> int:
-        """Return the temporary bytes of a reduction of gradients in a low-bit format, in which each process sums `chunk` values.
+        """Return the temporary bytes of a low-bit reduction in which each process sums `chunk` values.
 
         They hold codes sent and received, a decoded chunk and its sum.
         """
         return 0 if self.reduction is None else 2 * self.world_size * self.reduction.nbytes((1, chunk)) + 2 * FLOAT32_BYTES * chunk
 
     def unit_of(self, module: str) -> str:
-        """Return the path of the module under `fully_shard` that contains `module`; "" if none of `units` contains it."""
+        """Return the path of the module under `fully_shard` that contains `module`; "" if there is none."""
         return next((unit for unit in self.units if is_inside(module, unit)), ROOT)
 
 
@@ -109,7 +109,7 @@ def distribution_of(
     units: Iterable[str] | None = None,
     reduction: Format | str | None = None,
 ) -> Distribution | None:
-    """Return the checked settings of training with several processes, from arguments of `footprint`; None for one process.
+    """Return the checked settings of training with several processes; None for one process.
 
     If `units` is None, the items of lists of modules, such as blocks.0, are taken.
     """
@@ -146,12 +146,12 @@ def _listed(modules: Iterable[str]) -> list[str]:
 
 
 def shard_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
-    """Return the shape of the largest shard of a tensor that is split over processes; the other shards are padded to it."""
+    """Return the shape of the largest shard of a tensor; all other shards are padded to this shape."""
     return (-(-shape[0] // world_size), *shape[1:]) if shape else ()
 
 
 def shard_bytes(shape: tuple[int, ...], format: Format | None, world_size: int, *, itemsize: int = FLOAT32_BYTES) -> int:
-    """Return the stored bytes of a tensor's largest shard; if `format` is None, its values take `itemsize` bytes each."""
+    """Return the stored bytes of a tensor's largest shard; without a `format`, a value has `itemsize` bytes."""
     shard = shard_shape(shape, world_size)
     if format is not None:
         return format.nbytes(shard)
@@ -208,7 +208,7 @@ def _ddp_memory(trace: Trace, plan: Plan, shared: Distribution) -> Iterator[Inte
 
 
 def _buckets(gradients: Iterable[Slot]) -> Iterator[tuple[int, int]]:
-    """Yield (bytes, tick) of each bucket of DistributedDataParallel; the tick is the operation of backward that completes it.
+    """Yield (bytes, tick) of each bucket of DistributedDataParallel; backward completes it at that tick.
 
     Gradients fill buckets in the order in which backward computes them.
     """
@@ -255,7 +255,7 @@ def _moment(moment: Slot, plan: Plan, shards: _Shards) -> int:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A module under `fully_shard`, with its gradients, the bytes of its whole parameters (`values`), and the times at which it runs.
+    """A module under `fully_shard`: its gradients, its parameters' bytes (`values`), and the ticks at which it runs.
 
     `buffer` is the bytes that its all-gather fills. `forward` and `backward` are its first and last tick there, None if it does not run.
     """
@@ -320,7 +320,7 @@ def _gathered(units: list[_Unit], trace: Trace) -> Iterator[Interval]:
 
 
 def _reduced(unit: _Unit, trace: Trace, shards: _Shards, shared: Distribution) -> Iterator[Interval]:
-    """Yield the intervals in which gradients of one module under `fully_shard` hold memory, before, during and after its reduce-scatter."""
+    """Yield the intervals in which the gradients of one module hold memory, around its reduce-scatter."""
     at = max((max(slot.birth, slot.dropped) for slot in unit.gradients), default=0) + 1
     for slot in unit.gradients:
         formats = shards.formats[slot.name]
@@ -379,7 +379,7 @@ def _exchanged_bytes(gradients: Iterable[Slot], shared: Distribution, format: Fo
 
 
 def largest_unit_bytes(trace: Trace, plan: Plan, shared: Distribution) -> int:
-    """Return the bytes of the largest buffer that an all-gather of one module's parameters fills; 0 without `fully_shard`."""
+    """Return the bytes of the largest buffer that an all-gather of one module fills; 0 without `fully_shard`."""
     shards = _shards(trace, plan, shared.world_size)
     sums: dict[str, int] = defaultdict(int)
     for slot in shards.weights.values():

@@ -40,7 +40,7 @@ NO_RULE = "the plan assigns it no format"
 
 @dataclass(frozen=True)
 class PlannedSlot:
-    """A row of `explain_slots`: how a plan stores one tensor (slot) of the step, with its bytes under the plan and in the baseline."""
+    """A row of `explain_slots`: how a plan stores one tensor (slot), with its bytes under both plan and baseline."""
 
     slot: str
     role: Role
@@ -74,7 +74,7 @@ def explain_slots(trace: Trace, plan: Plan) -> PlannedSlots:
 
 @dataclass(frozen=True)
 class UnpackedSlots:
-    """Tensors (slots) that stay unmodified for one reason `why`, though the plan has a rule for them, with their total bytes."""
+    """Tensors (slots) that stay unmodified for one reason, though a rule asks for a format, and their bytes."""
 
     role: Role
     why: str
@@ -83,7 +83,7 @@ class UnpackedSlots:
 
 
 def unpacked_slots(trace: Trace, plan: Plan) -> list[UnpackedSlots]:
-    """Return the tensors that a plan has a rule for but cannot pack, grouped by role and reason, the group of most bytes first."""
+    """Return the tensors that a plan has a rule for but cannot pack, by role and reason, most bytes first."""
     groups: dict[tuple[Role, str], list[PlannedSlot]] = {}
     for row in explain_slots(trace, plan) if not plan.changes_nothing else ():
         if row.what in ("fixed", "unmodified") and row.why not in (NO_RULE, SMALL) and _has_rule(row, plan):
@@ -149,7 +149,7 @@ def _parameters(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
 
 
 def _not_quantized(weight: Slot) -> tuple[str, str]:
-    """Return (what, why) for a parameter's tensor without a format: how it is stored, "fixed" or "unmodified", and the reason."""
+    """Return (what, why) for a tensor without a format: "fixed" or "unmodified", and the reason."""
     if weight.stays:
         return "fixed", weight.stays
     if weight.dtype not in FLOAT_BYTES:

@@ -126,7 +126,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Fit:
-    """The answer of `Footprint.fits`: true if the step fits the budget. It prints as a sentence; `needs` is (low, expected, high) bytes."""
+    """The answer of `Footprint.fits`, true if the step fits; `needs` is (low, expected, high) bytes of its peak."""
 
     fits: bool
     needs: tuple[int, int, int]
@@ -171,7 +171,7 @@ class Footprint:
 
     @cached_property
     def bound_bytes(self) -> int:
-        """Return the expected peak in bytes plus the margin that `assign` keeps. Measured peaks have stayed within this many bytes."""
+        """Return the expected peak plus the margin of `assign`: bytes that no measured peak exceeded."""
         step, allocator = step_under(self.trace, self.plan), DEVICES[self.trace.device]
         flags = {"is_compiled": step.is_compiled}
         held = (i._replace(nbytes=allocator.bound(i.nbytes, comes_and_goes=i.role not in STAYING, **flags)) for i in self._held)
@@ -211,7 +211,7 @@ class Footprint:
         return totals[: step.backward_at], totals[step.backward_at : step.length], totals[step.length :]
 
     def places_at_peak(self) -> dict[tuple[str, Role], int]:
-        """Return the bytes at the peak by (module, role), the largest first. Summed over modules they equal `at_peak`."""
+        """Return the bytes at the peak by (module, role), the largest first; sums over modules are `at_peak`."""
         sums: Counter[tuple[str, Role]] = Counter()
         for interval in self._at_peak:
             sums[interval.module, interval.role] += interval.nbytes
@@ -219,7 +219,7 @@ class Footprint:
 
     @cached_property
     def step_time(self) -> StepTime | str:
-        """Return the time of the step predicted from the calibration of its device, or a sentence that says why there is no prediction."""
+        """Return the predicted time of the step, or a sentence that says why there is no prediction."""
         if self.plan.multiplies:
             return "calibrations have no products in 8 bits."
         if self.distribution is not None:
@@ -228,7 +228,7 @@ class Footprint:
         return reason if calibration is None else _time_of(self.trace, self.plan, calibration)
 
     def fits(self, budget: int | str) -> Fit:
-        """Return whether the expected peak is within `budget`, given in bytes, as "8GiB", or as "60%" of the baseline's peak."""
+        """Return whether the expected peak is within `budget`: bytes, "8GiB", or "60%" of the baseline's peak."""
         whole = self.baseline.peak_bytes if isinstance(budget, str) and "%" in budget else None
         needs = (self.low_bytes, self.peak_bytes, self.high_bytes)
         allowed = parse_bytes(budget, whole=whole)
@@ -245,7 +245,7 @@ class Footprint:
 
     @property
     def padding_bytes(self) -> int:
-        """Return the bytes of `model_bytes` that are padding, which `fully_shard` adds if dimension 0 does not divide evenly."""
+        """Return the bytes of padding in `model_bytes`: rows that make the shards of `fully_shard` equal."""
         shared = self.distribution
         return 0 if shared is None or shared.strategy != "fsdp2" else self.model_bytes - self._undivided_bytes // shared.world_size
 
@@ -259,7 +259,7 @@ class Footprint:
 
     @cached_property
     def _undivided_bytes(self) -> int:
-        """Return the bytes of weights, gradients and optimizer state if one process stored all rows, under the same strategy."""
+        """Return the bytes of weights, gradients and optimizer state if one process stored all rows."""
         assert self.distribution is not None
         return _footprint(self.trace, self.plan, replace(self.distribution, world_size=1)).model_bytes
 
@@ -420,7 +420,7 @@ def workspace_margin(trace: Trace) -> int:
 
 
 def _copied_bytes(arguments: str) -> int:
-    """Return the bytes of a convolution's input and of the gradients of input and output, which cuDNN may copy in backward.
+    """Return the bytes of a convolution's operands in backward, of which cuDNN may make copies.
 
     It is 0 if their dtype is not float32. `arguments` is the JSON of the call's arguments.
     """
@@ -439,7 +439,7 @@ def library_bound(trace: Trace) -> int:
 
 
 def peak_of(trace: Trace, plan: Plan) -> int:
-    """Return the expected peak in bytes of `trace` under `plan`, where formats of a simulated plan count as if they were stored."""
+    """Return the expected peak in bytes of `trace` under `plan`; formats for simulate mode count as if stored."""
     return _footprint(trace, plan, None).peak_bytes
 
 
@@ -454,7 +454,7 @@ def model_bytes(trace: Trace, plan: Plan) -> int:
 
 
 def peak_tick(held: Iterable[Interval], length: int) -> tuple[int, int]:
-    """Return the tick (operation) at which the intervals `held` take most bytes, and these bytes; `length` is the last tick.
+    """Return (tick, bytes) where the intervals `held` take most bytes; `length` is the last tick of the step.
 
     >>> peak_tick([Interval(Role.INPUT, "", 0, 2, 10), Interval(Role.INPUT, "", 2, 3, 5), Interval(Role.INPUT, "", 3, 4, 9)], 4)
     (2, 15)
@@ -482,7 +482,7 @@ def slot_bytes(slot: Slot, storage: SlotStorage) -> int:
 
 
 def _is_kept(interval: Interval, trace: Trace) -> bool:
-    """Return whether the bytes of `interval` stay allocated after the phase of the step in which they were allocated."""
+    """Return whether the bytes of `interval` stay allocated after the phase (forward, backward) that allocates them."""
     if interval.role in (Role.ACTIVATION, Role.TEMPORARY):
         return interval.birth <= trace.backward_at <= interval.death
     return interval.role is not Role.GRADIENT or interval.death >= trace.length

@@ -152,7 +152,7 @@ class Plan:
     def uniform(
         *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None, **formats: Unpack[ByRole]
     ) -> Plan:
-        """Return a plan with one format for each role that is named, and one 8-bit element for the products of all linear layers.
+        """Return a plan with one format for each given role, and one element for 8-bit products of linear layers.
 
         Without any format it is the baseline.
         """
@@ -179,7 +179,7 @@ class Plan:
     def set(
         self, key: str, format: FormatLike, *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None
     ) -> Plan:
-        """Return this plan with a rule for `key` added at the end, or replaced; `format` None stores matching tensors unmodified.
+        """Return this plan with a rule for `key`, added or replaced; `format` None stores matching tensors unmodified.
 
         Keys with `product` choose the layers that multiply 8-bit codes: set("product=layers.*", "e4m3fn"), set("product=head", None).
         """
@@ -206,12 +206,12 @@ class Plan:
 
     @property
     def changes_nothing(self) -> bool:
-        """Return whether the plan is the baseline: no rules, no activation checkpointing, no tiles, no products in 8 bits."""
+        """Return whether the plan is the baseline: no rules, checkpointing, tiles or 8-bit products."""
         return not self.rules and not self.recompute and not self.products and not self.tiles
 
     @property
     def quantizes_nothing(self) -> bool:
-        """Return whether training under the plan rounds nothing, since it has no rules; layers may still be checkpointed."""
+        """Return whether the plan rounds nothing, since it has no rules; layers may be checkpointed."""
         return not self.rules and not self.products
 
     @property
@@ -220,7 +220,7 @@ class Plan:
         return any(element is not None for _, element in self.products)
 
     def product_of(self, path: str) -> tuple[str | None, bool]:
-        """Return the 8-bit element in which the layer at `path` multiplies, or None, and whether a rule names exactly this layer.
+        """Return the 8-bit element of the layer at `path`, or None, and whether a rule names exactly this layer.
 
         >>> Plan.preset("fp8").set("product=head", None).product_of("head")
         (None, True)
@@ -253,7 +253,7 @@ class Plan:
         return replace(self, offload=tuple(dict.fromkeys((*self.offload, *(slots or CHECKPOINT_INPUTS)))))
 
     def tiling(self, *modules: str, length: int) -> Plan:
-        """Return this plan with modules, given by path or pattern, that run over pieces of the sequence of `length` tokens.
+        """Return this plan with modules, by path or pattern, that run over pieces of `length` tokens of the sequence.
 
         In these modules, the outermost ones that act on tokens one by one, such as MLPs and norms, run in pieces, and run again so in
         backward.
@@ -273,7 +273,7 @@ class Plan:
 
     @cached_property
     def recomputed(self) -> tuple[str, ...]:
-        """Return the names and patterns of slots in `recompute`, for compiled steps; none if the plan packs no activations."""
+        """Return the names and patterns of slots in `recompute`; none if the plan packs no activations."""
         return tuple(text for text in self.recompute if ":" in text) if self.packs_activations else ()
 
     def recomputes(self, names: Iterable[str]) -> bool:
@@ -286,7 +286,7 @@ class Plan:
         return first_match(self.recomputed, names) is not None
 
     def offloads(self, name: str) -> bool:
-        """Return whether the plan asks for the packed values of a tensor in host memory; an operation that saved it gave it `name`.
+        """Return whether the plan moves the packed values of the activation called `name` to host memory.
 
         >>> Plan().offloading("layers.0.*").offloads("layers.0.mlp.1:input")
         True
@@ -305,7 +305,7 @@ class Plan:
         return [format for key, format in pairs if key.role in (None, Role.ACTIVATION)]
 
     def find(self, names: Sequence[str], role: Role) -> Assignment:
-        """Return the format, rounding and overflow mode that the plan requests for a tensor with these names and this role."""
+        """Return the format, rounding and overflow mode that the plan requests for the tensor with these names."""
         key = (names if isinstance(names, tuple) else (names,) if isinstance(names, str) else tuple(names), role)
         assignment = self._assignments.get(key)
         if assignment is None:
@@ -313,7 +313,7 @@ class Plan:
         return assignment
 
     def needs_of(self, name: str, needs: Needs) -> Needs:
-        """Return what backward needs of an activation under this plan: `needs`, or `needs` without a bound on its precision.
+        """Return what backward needs of an activation under this plan, where some bounds on precision are removed.
 
         A rule that names the input of a checkpointed layer removes the lower bound on its precision (`Needs.pin`).
 
@@ -394,7 +394,7 @@ class Plan:
         return Differences(rows)
 
     def _effects(self) -> list[dict[str, Assignment | str]]:
-        """Return the plan's settings for `diff` to compare: for each kind of rule, a dict from key to assignment or text."""
+        """Return the plan's settings for `diff`: for each kind of rule, a dict from key to assignment or text."""
         words = {text: ("slot", "recomputed") if ":" in text else ("module", "checkpointed") for text in self.recompute}
         return [
             dict(self.rules),
@@ -441,7 +441,7 @@ class Plan:
         return [f"{what}: {', '.join(names)}" for what, names in parts.items() if names]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as a JSON value: version, reason, made_for, recompute, and rules as [key, {format, rounding, overflow}].
+        """Return the plan as a JSON value; a rule is [key, {format, rounding, overflow}].
 
         A plan with products, tiles or offloaded slots has a newer version number, so that older programs refuse it.
         """
@@ -491,7 +491,7 @@ def _checked(rules: Any) -> tuple[tuple[str, Assignment], ...]:
 
 
 def _assignment(key: str, *parts: Any) -> Assignment:
-    """Return the assignment for a rule's format, rounding and overflow (`parts`); error messages name the rule by `key`."""
+    """Return the assignment for a rule's format, rounding and overflow (`parts`); errors name the rule."""
     try:
         return Assignment.parse(*parts)
     except PlanError as error:

@@ -65,7 +65,7 @@ def planned_step(step: Trace, plan: Plan) -> Trace:
 
 
 def recomputed_slots(trace: Trace, plan: Plan) -> list[Slot]:
-    """Return the saved tensors of a compiled step that backward recomputes under `plan`, instead of keeping them in memory."""
+    """Return the saved tensors of a compiled step that backward recomputes under `plan`."""
     chosen: dict[int, Slot] = {}
     for slot in sorted(trace.activations, key=lambda slot: slot.birth) if plan.recomputed else ():
         how = slot.recomputation
@@ -75,7 +75,7 @@ def recomputed_slots(trace: Trace, plan: Plan) -> list[Slot]:
 
 
 def recomputed_trace(trace: Trace, plan: Plan) -> Trace:
-    """Return the trace of a compiled step in which backward recomputes the saved tensors that `plan.recompute` names."""
+    """Return the trace of a compiled step in which backward recomputes the tensors that `plan` names."""
     chosen = recomputed_slots(trace, plan)
     if not chosen:
         return trace
@@ -97,7 +97,7 @@ def _source(slot: Slot, needed: dict[int, int]) -> Slot:
 
 
 def _outputs(slot: Slot) -> list[Output]:
-    """Return the allocations of a recomputed tensor: one in forward, one in backward, and one for intermediate results."""
+    """Return the allocations of a recomputed tensor: in forward, in backward, and of intermediate results."""
     how = slot.recomputation
     assert how is not None
     of_slot = slot.shape, slot.dtype, slot.nbytes
@@ -113,7 +113,7 @@ def _outputs(slot: Slot) -> list[Output]:
 
 
 def unhonoured_recomputation(step: Trace, plan: Plan) -> list[str]:
-    """Return a note for each tensor name or pattern in `plan.recompute` under which nothing is recomputed, with the reason."""
+    """Return a note, with the reason, for each tensor in `plan.recompute` that is not recomputed."""
     named = [text for text in plan.recompute if ":" in text]
     if not step.is_compiled or not plan.recomputed:
         reason = "the step is not compiled" if not step.is_compiled else "the plan has no rule for activations"
@@ -127,14 +127,14 @@ def unhonoured_recomputation(step: Trace, plan: Plan) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def layer_of(name: str) -> str:
-    """Return the path of the layer to which a saved tensor belongs: the outermost module named by a number, else its own module."""
+    """Return the layer of a saved tensor: the outermost module named by a number, else the tensor's own module."""
     parts = CALL.sub("", name.partition(":")[0]).split(".")
     first = next((place for place, part in enumerate(parts) if NUMBERED.fullmatch(part)), len(parts) - 1)
     return ".".join(parts[: first + 1])
 
 
 def saving_layers(step: Trace, plan: Plan) -> list[tuple[str, Layer]]:
-    """Return (path, saved tensors) of each layer that saves values in forward, in forward order; [] if nothing can be offloaded."""
+    """Return (path, saved tensors) of each layer that saves values, in forward order; [] without offloading."""
     if not plan.offload or step.device != "cuda" or step.is_compiled:
         return []
     storages, rows = slot_storages(step, plan), list[tuple[int, str, Slot]]()
@@ -148,7 +148,7 @@ def saving_layers(step: Trace, plan: Plan) -> list[tuple[str, Layer]]:
 
 
 def offloaded_trace(step: Trace, plan: Plan) -> Trace:
-    """Return the trace with `Part.away` filled in: the ticks between which values that `plan` offloads are not on the GPU.
+    """Return the trace with `Part.away` set: the ticks between which offloaded values are not on the GPU.
 
     Values that second forward passes of checkpointed layers pack, while backward runs, stay on the GPU.
     """
@@ -175,12 +175,12 @@ def _moved(slot: Slot, away: Span | None) -> Slot:
 
 
 def offloaded_names(step: Trace) -> set[str]:
-    """Return the names of activations whose packed values leave the GPU for a while; `step` comes from `offloaded_trace`."""
+    """Return the names of activations whose packed values leave the GPU; `step` is from `offloaded_trace`."""
     return {name for slot in step.activations if any(part.away for part in slot.parts) for name in slot.names}
 
 
 def unhonoured_offload(step: Trace, plan: Plan) -> list[str]:
-    """Return a note for each name or pattern in `plan.offload` that offloads nothing; `step` comes from `offloaded_trace`."""
+    """Return a note, with the reason, for each name or pattern in `plan.offload` that offloads nothing."""
     if not plan.offload:
         return []
     storages = slot_storages(step, plan)

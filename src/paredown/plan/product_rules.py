@@ -33,7 +33,7 @@ def is_product_key(key: Any) -> bool:
 
 
 def checked_products(rules: Any) -> Products:
-    """Return a plan's rules for 8-bit products, sorted from the weakest to the strongest; raise PlanError for an invalid rule."""
+    """Return a plan's rules for 8-bit products, the weakest first; raise PlanError for an invalid rule."""
     given: list[Any] = list(rules) if isinstance(rules, list | tuple) else [rules]
     for rule in given:
         if not (isinstance(rule, list | tuple) and len(rule) == 2 and is_product_key(rule[0]) and rule[0] != f"{PRODUCT}="):
@@ -52,13 +52,13 @@ def checked_products(rules: Any) -> Products:
 
 
 def _rank(key: str) -> int:
-    """Return the precedence of a rule for 8-bit products: 0 if its key is for all layers, 1 for a pattern, 2 for a path."""
+    """Return the precedence of a rule for 8-bit products: 0 for all layers, 1 for a pattern, 2 for a path."""
     path = key.partition("=")[2]
     return 0 if not path else 1 if any(letter in WILDCARDS for letter in path) else 2
 
 
 def find_product(rules: Products, path: str) -> tuple[str | None, bool]:
-    """Return the 8-bit element in which the layer at `path` multiplies, or None, and whether a rule names exactly this layer."""
+    """Return the 8-bit element of the layer at `path`, or None, and whether a rule names exactly this layer."""
     for key, element in reversed(rules):  # the strongest first
         text = key.partition("=")[2]
         if not text or text == path or (_rank(key) == 1 and fnmatchcase(path, text)):

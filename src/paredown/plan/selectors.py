@@ -43,7 +43,7 @@ KEY_FORMS = (
 
 
 class SelectorRank(IntEnum):
-    """How specifically a rule's key matches a slot: by role, pattern or name; of all matching rules the most specific one decides."""
+    """How specifically a rule's key matches a slot; of all rules that match, the most specific one decides."""
 
     NONE = 0
     ROLE = 1
@@ -53,14 +53,14 @@ class SelectorRank(IntEnum):
 
 @dataclass(frozen=True)
 class Selector:
-    """The condition of a plan's rule: it matches all slots (tensors) of a role, those whose name fits a pattern, or one by its name."""
+    """The condition of a plan's rule: it matches the slots (tensors) of a role, of a name pattern, or of one name."""
 
     role: Role | None
     name: str | None  # None: the role as a whole
 
     @staticmethod
     def parse(text: str) -> Selector:
-        """Return the selector for a rule's key such as "weight=layer3.*"; raise PlanError if `text` is not a valid key."""
+        """Return the selector for a rule's key such as "weight=layer3.*"; raise PlanError for an invalid key."""
         if not isinstance(text, str) or not text or text != text.strip():
             raise PlanError(f"key {brief(text)} is not valid: a key is {KEY_FORMS}, without spaces around it.")
         text = text.value if isinstance(text, Role) else text
@@ -90,7 +90,7 @@ class Selector:
         return (SelectorRank.PATTERN if self.is_pattern else SelectorRank.NAME), 0
 
     def rank(self, names: Sequence[str], role: Role) -> SelectorRank:
-        """Return how strongly this selector matches a slot with these names and this role; NONE if it does not match."""
+        """Return how specifically this selector matches a slot with these names and role; NONE if it does not."""
         if self.role not in (None, role) and (self.role, role) != (Role.WEIGHT, Role.FROZEN):
             return SelectorRank.NONE
         if self.name is None:
@@ -110,7 +110,7 @@ class Selector:
 
 
 class SelectorIndex:
-    """The selectors of a plan's rules, indexed by name, so that finding the rule for a slot is quick in plans of a thousand names."""
+    """The selectors of a plan's rules, indexed by name, so that the rule for a slot is found quickly."""
 
     def __init__(self, keys: Iterable[Selector]) -> None:
         self.keys = tuple(keys)
@@ -121,7 +121,7 @@ class SelectorIndex:
         self._best_places: dict[tuple[tuple[str, ...], Role], int | None] = {}
 
     def best(self, names: tuple[str, ...], role: Role) -> int | None:
-        """Return the position in `keys` of the rule that decides for a slot with these names and this role; None if none matches."""
+        """Return the position in `keys` of the rule that decides for a slot; None if no rule matches it."""
         if (names, role) not in self._best_places:
             self._best_places[names, role] = self._best(names, role)
         return self._best_places[names, role]
@@ -164,7 +164,7 @@ def slot_key(name: str, role: Role) -> str:
 
 
 def first_match(texts: Iterable[str], names: Iterable[str]) -> str | None:
-    """Return the first of `texts`, which are names or patterns, that matches one of the slot names `names`; None if none does.
+    """Return the first of `texts` (names or patterns) that matches one of the slot names `names`; None if none does.
 
     >>> first_match(("head:input", "layers.*"), ("layers.0.mlp:input",))
     'layers.*'
@@ -173,7 +173,7 @@ def first_match(texts: Iterable[str], names: Iterable[str]) -> str | None:
 
 
 def bare_names(names: Iterable[str], role: Role) -> tuple[str, ...]:
-    """Return the names of a slot without the prefix "role=" that a rule's key has: gradient=fc.weight becomes fc.weight."""
+    """Return the names of a slot without the prefix of a rule's key: gradient=fc.weight becomes fc.weight."""
     return tuple(name.removeprefix(f"{role.value}=") for name in names)
 
 
@@ -225,7 +225,7 @@ OFFLOADED_SLOTS = "offload is a list of slots by name or pattern, such as ['laye
 
 
 def checked_names(names: Any, what: str) -> tuple[str, ...]:
-    """Return `names` (slot names, module paths or patterns) as a tuple; raise PlanError, which begins with `what`, for other types."""
+    """Return `names` (of slots or modules, or patterns) as a tuple; raise PlanError for other types."""
     texts: tuple[Any, ...] = tuple(names) if isinstance(names, tuple | list) else (names,)
     if isinstance(names, str) or not all(isinstance(text, str) and text for text in texts):
         raise PlanError(f"{what}, not {brief(names)}.")
@@ -233,7 +233,7 @@ def checked_names(names: Any, what: str) -> tuple[str, ...]:
 
 
 def checked_tiles(rules: Any) -> tuple[tuple[str, int], ...]:
-    """Return rules (path or pattern of modules, number of tokens of a piece) as tuples; raise PlanError for other values."""
+    """Return rules (path or pattern of modules, tokens of a piece) as tuples; raise PlanError for other values."""
     given: list[Any] = list(rules) if isinstance(rules, list | tuple) else [rules]
     for rule in given:
         is_pair = isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str) and rule[0] and ":" not in rule[0]

@@ -89,7 +89,7 @@ NO_TIME = StepTime(0.0, 0.0)
 
 
 def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibration) -> StepTime:
-    """Return the predicted time of the traced step under `plan`, or of the baseline; raise CalibrationError if it cannot be predicted."""
+    """Return the predicted time of the traced step under `plan`; raise CalibrationError if it is not predictable."""
     plan = plan or BASELINE
     step = step_under(trace, plan)
     if trace.is_compiled:
@@ -175,7 +175,7 @@ def _checkpointing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTi
 
 
 def _tiling(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
-    """Return the time that running modules over pieces adds: a second forward pass, and the host's calls for all pieces but one.
+    """Return the time that running modules over pieces adds: a second forward pass, and more calls by the host.
 
     If a module is last in a checkpointed layer, its second pass is part of the layer's second pass, and is not added.
     """
@@ -194,7 +194,7 @@ def _tiling(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
 
 
 def offload_wait(trace: Trace, plan: Plan, calibration: Calibration) -> float:
-    """Return the seconds for which the step waits for copies to host memory and back; `trace` comes from `planned_step`.
+    """Return the seconds for which a step (from `planned_step`) waits for copies to host memory and back.
 
     The packed values of a layer are copied while the next layer computes, so the step waits only if the copy takes longer than that layer.
     """
@@ -231,7 +231,7 @@ def num_saved(trace: Trace, layers: Sequence[str]) -> int:
 
 
 def product_of(slot: Slot) -> Operation:
-    """Return the matrix product or convolution by which backward of a compiled step recomputes the saved tensor `slot`."""
+    """Return the matrix product or convolution by which backward of a compiled step recomputes `slot`."""
     how = slot.recomputation
     assert how is not None
     return Operation(how.op, slot.module, "backward", slot.dtype, how.flops, how.nbytes)

@@ -69,7 +69,7 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Assignment:
-    """The format (None: unmodified), the rounding and the overflow mode that a plan requests for a slot, one tensor of a step.
+    """The format (None: unmodified), rounding and overflow mode that a plan requests for a slot (one tensor).
 
     If `rounding` is None, `rounding_in` chooses it: to nearest for activations, stochastic for weights, gradients and second moments and
     for other tensors of fewer than 8 bits a value, else to nearest. If `overflow` is None, large values saturate in formats with blocks,
@@ -91,7 +91,7 @@ class Assignment:
 
     @staticmethod
     def parse(format: FormatLike, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None) -> Assignment:
-        """Return the assignment of a format, rounding and overflow mode, given as text or as values; None stands for the default."""
+        """Return the assignment of a format, rounding and overflow mode, as text or values; None is the default."""
         return Assignment(_format(format), _choice(Rounding, rounding), _choice(Overflow, overflow))
 
     def to_json(self) -> dict[str, str | None]:
@@ -111,7 +111,7 @@ class Assignment:
         return self.rounding_in(Role.ACTIVATION)
 
     def rounding_in(self, role: Role) -> Rounding:
-        """Return the rounding of tensors with this role: the requested rounding, or else the default of the format and the role.
+        """Return the rounding of tensors with this role: the requested one, or else the default.
 
         Sums of small changes, such as weights, are rounded stochastically in any format. A frozen weight is encoded once, when the plan is
         applied, and always to nearest. Activations are rounded to nearest by default: the values of a step are not carried to the next one,
@@ -160,7 +160,7 @@ def resolves_differences(format: Format) -> bool:
 
 @lru_cache(maxsize=256)
 def with_minimum(format: Format) -> Format:
-    """Return the format with as many bits as `format` that has unsigned integers and a minimum (an offset) for each block.
+    """Return the format of the same width that has unsigned integers and a minimum (offset) for each block.
 
     >>> str(with_minimum(Format.parse("e2m1fn/32@e8m0")))
     'uint4/64@bf16+bf16'
@@ -180,7 +180,7 @@ def keeps_enough(format: Format, needs: Needs) -> bool:
 
 
 def resolve_format(assignment: Assignment, needs: Needs, *, dtype: str, numel: int) -> tuple[Format | None, str]:
-    """Return (format, reason): the format in which values are stored, and why it is not the requested format ("" if it is).
+    """Return (format, reason): the format in which values are stored, and why it is not the requested one.
 
     The format is None if they are stored unmodified. `needs` says what backward needs of the tensor.
     """

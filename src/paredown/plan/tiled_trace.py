@@ -36,7 +36,7 @@ SHORT = "{} runs whole, and so do {} other modules in tiles, where sequences hav
 
 
 def tiled_modules(trace: Trace, rules: Tiles) -> list[tuple[TokenModule, int]]:
-    """Return (module, tokens) for each module that runs over pieces of the sequence under `rules`, with the length of a piece.
+    """Return (module, tokens of a piece) for each module that runs over pieces of the sequence under `rules`.
 
     Raise PlanError for a rule that no module can follow.
     """
@@ -84,7 +84,7 @@ def piece_bytes(pairs: Iterable[tuple[int, int]], length: int) -> int:
 
 
 class _TiledStep:
-    """The conversion of a trace to one in which each module of `tiled` runs over pieces of the given number of tokens."""
+    """The conversion of a trace to one in which the modules `tiled` run over pieces of the sequence."""
 
     def __init__(self, trace: Trace, tiled: list[tuple[TokenModule, int]]) -> None:
         self._before, self._tiled = trace, sorted(tiled, key=lambda pair: -pair[0].forward[0])  # as backward runs them
@@ -110,7 +110,7 @@ class _TiledStep:
         return replace(self._before, slots=tuple(self._with_weights(slots)), outputs=tuple(outputs))
 
     def _near(self, row: Slot | Output) -> list[int]:
-        """Return the indices of the tiled modules that may change an entry of the trace, ordered as backward runs the modules."""
+        """Return the indices of the tiled modules that may change an entry of the trace, in backward's order."""
         found = {self._at(self._forward, row.birth), self._at(self._backward, row.birth), self._at(self._backward, row.birth - 1)}
         found |= {self._at(self._backward, row.used)} if isinstance(row, Output) else {self._around(row.module)}
         found |= {self._around(saver.name) for saver in row.savers} if isinstance(row, Slot) else set()
@@ -118,18 +118,18 @@ class _TiledStep:
 
     @staticmethod
     def _at(spans: list[tuple[tuple[int, int], int]], tick: int) -> int:
-        """Return the index of the module whose span contains `tick`; -1 if there is none. `spans`: ((first tick, last tick), index)."""
+        """Return the index in `spans` ((first tick, last tick), index) of the span that contains `tick`, or -1."""
         before = bisect_right(spans, tick, key=lambda pair: pair[0][0]) - 1
         return spans[before][1] if before >= 0 and tick <= spans[before][0][1] else -1
 
     def _around(self, name: str) -> int:
-        """Return the index of the tiled module that contains the module or the saved tensor called `name`; -1 if there is none."""
+        """Return the index of the tiled module that contains the module or saved tensor `name`; -1 if none does."""
         parts = CALL.sub("", name.partition(":")[0]).split(".")
         paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
         return next((self._places[path] for path in paths if path in self._places), -1)
 
     def _unsaved_inputs(self, slots: list[Slot], outputs: list[Output]) -> list[Slot]:
-        """Return new slots for inputs of tiled modules that the step saves only because of tiles, and name them in `outputs`."""
+        """Return new slots for inputs of modules that only tiles save, and name them in `outputs`."""
         number = max((slot.storage for slot in slots), default=-1)
         missing = set(self._places) - {saver.name.partition(":")[0] for slot in slots for saver in slot.savers if saver.op == TILES}
         found: list[Slot] = []
@@ -212,7 +212,7 @@ def _slot(slot: Slot, module: TokenModule, length: int) -> Slot | Output | None:
 
 
 def _made_inside(slot: Slot, module: TokenModule) -> Slot | Output | None:
-    """Return what the tensor `slot`, created in `module`, becomes with tiles: the slot or allocation of the module's output, or None."""
+    """Return what the tensor `slot`, created in `module`, becomes with tiles; None unless it is the output."""
     start, end = module.forward
     savers = tuple(saver for saver in slot.savers if not is_of(saver.name, module.path))
     if savers:
@@ -224,7 +224,7 @@ def _made_inside(slot: Slot, module: TokenModule) -> Slot | Output | None:
 
 
 def _saved_input(slot: Slot, module: TokenModule) -> Slot:
-    """Return the slot of a tensor that the module saves but does not create: its input, stored unmodified until its backward is done."""
+    """Return the slot of a module's input, which tiles store unmodified until backward of the module is done."""
     others = tuple(saver for saver in slot.savers if not is_of(saver.name, module.path))
     parts = tuple(part for part in slot.parts if any(saver.use is part.use for saver in others))
     saver, part = _saver(module), _part(module)
@@ -236,7 +236,7 @@ def _saved_input(slot: Slot, module: TokenModule) -> Slot:
 
 
 def _input_of(output: Output, module: TokenModule, storage: int) -> Slot:
-    """Return a new slot for the module's input `output`, which no operation saves without tiles; `storage` is its storage number."""
+    """Return a new slot for the module's input `output`, which is saved only with tiles."""
     of_output = output.shape, output.dtype, output.nbytes, output.birth, max(output.death, module.backward[1])
     saver, dropped = _saver(module), max(output.death, module.forward[1])
     rest = prod(output.shape), storage, dropped, (saver,), (_part(module),)

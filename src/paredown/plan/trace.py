@@ -59,7 +59,7 @@ SIZED_BY_SHAPE = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
 
 @dataclass(frozen=True)
 class Saver:
-    """An operation that saved a tensor for backward: the name that it gives the tensor, and what its backward needs of the tensor."""
+    """An operation that saved a tensor for backward: its name for the tensor, and what its backward needs of it."""
 
     name: str
     op: str
@@ -76,7 +76,7 @@ class Saver:
 
 @dataclass(frozen=True)
 class Part:
-    """The packed data of a saved tensor for one use in backward, and the ticks at which it is packed, decoded and freed."""
+    """The packed data of a saved tensor for one use in backward, with the ticks of packing, decoding and release."""
 
     use: Use
     packed: Tick
@@ -108,7 +108,7 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor of a training step in one role, with its bytes and its lifetime; times (ticks) are positions of operations in the step.
+    """A tensor of a training step in one role, with its bytes and its lifetime in ticks (positions of operations).
 
     `birth` to `death` is its lifetime in the baseline. If the tensor is packed, the original is freed after `dropped`. `stays` is the
     reason why no plan can pack it, "" if a plan can. A view that is a small part of its storage is a slot of its own; slots of one torch
@@ -149,7 +149,7 @@ class Slot:
 
     @property
     def pin(self) -> Pin | None:
-        """Return the strictest lower bound on the precision in which the tensor may be stored; None if there is no bound."""
+        """Return the strictest lower bound on the precision in which the tensor may be stored, or None."""
         pins = [saver.pin for saver in self.savers if saver.pin is not None]
         return max(pins, key=lambda pin: pin.significant_bits, default=None)
 
@@ -161,7 +161,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Output:
-    """An allocation that one operation of the step made, with its lifetime; times (ticks) are positions of operations in the step.
+    """An allocation by an operation of the step, with its lifetime in ticks (positions of operations in the step).
 
     `slot` is the name of the slot that the memory belongs to, "" for a temporary. `used` is the tick of the last operation that read it, -1
     if unknown; a variable of the program may hold the memory longer.
@@ -200,7 +200,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class TokenModule:
-    """A module that a step calls once, with gradients, and what it allocates if it runs over pieces of the sequence (session/tiles.py).
+    """A module that a step calls once, and the memory that it takes if it runs over pieces of the sequence.
 
     `whole` is the reason why it cannot run in pieces, "" if it can. `tokens` is the length of the sequence; `forward` and `backward` are
     its first and last tick there. `in_forward` and `in_backward` give the bytes inside while pieces run, without its input, output and
@@ -257,7 +257,7 @@ class Trace:
 
     @property
     def kept_activations(self) -> tuple[Slot, ...]:
-        """Return the activations that exist when backward begins, without those that checkpointed layers save when they run again."""
+        """Return the activations that exist when backward begins, without those of layers that run again."""
         return tuple(slot for slot in self.activations if slot.birth <= self.backward_at)
 
     def of(self, role: Role) -> tuple[Slot, ...]:
@@ -265,7 +265,7 @@ class Trace:
         return tuple(slot for slot in self.slots if slot.role is role)
 
     def slot(self, name: str, role: Role | None = None) -> Slot:
-        """Return the slot (tensor of the step) with this name and role; if `role` is None, an activation or a weight."""
+        """Return the slot (tensor of the step) with this name and role (None: an activation or a weight)."""
         roles = (Role.ACTIVATION, Role.WEIGHT) if role is None else (role,)
         matches = [slot for slot in self.slots if name in slot.names and slot.role in roles]
         if not matches:
@@ -319,12 +319,12 @@ ROWS = ("slots", "outputs", "operations", "token_modules")  # fields that are wr
 
 
 def index_dtype(bound: int | None, dtype: str) -> str:
-    """Return the narrowest integer dtype for saved indices, which are all below `bound`; `dtype` if `bound` is None (unknown)."""
+    """Return the narrowest integer dtype for saved indices below `bound`; `dtype` if `bound` is not known."""
     return next((name for limit, name, _ in INDEX_DTYPES if bound is not None and bound <= limit), dtype)
 
 
 def index_bytes(bound: int | None, itemsize: int) -> int:
-    """Return the bytes of one value of saved indices, which are all below `bound`; `itemsize` if `bound` is None (unknown).
+    """Return the bytes of one saved index below `bound`, in the narrowest dtype; `itemsize` without a bound.
 
     >>> index_bytes(200, 8), index_bytes(50257, 8), index_bytes(None, 8)
     (1, 4, 8)
@@ -333,7 +333,7 @@ def index_bytes(bound: int | None, itemsize: int) -> int:
 
 
 def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Result]:
-    """Return a function like `compute` that runs once for each trace: it stores the result as an attribute of the trace."""
+    """Return a function like `compute` that runs once for each trace and caches its result on the trace."""
     name = f"_{compute.__name__}"
 
     @wraps(compute)
@@ -346,7 +346,7 @@ def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Res
 
 
 def _once(slots: tuple[Slot, ...]) -> list[Slot]:
-    """Return one slot for each torch storage, so that shared bytes count once, and all slots whose storage is unknown."""
+    """Return one slot for each torch storage, so that shared bytes count once, and all of unknown storage."""
     seen: set[int] = set()
     return [slot for slot in slots if slot.storage == -1 or not (slot.storage in seen or seen.add(slot.storage))]
 
@@ -381,7 +381,7 @@ def check_token_modules(modules: tuple[TokenModule, ...], backward_at: int, leng
 
 
 def check_row(row: Slot | Output | Part, length: int) -> None:
-    """Raise TraceError if a time of `row` is after the step's last tick `length`, or if a lifetime ends before it begins."""
+    """Raise TraceError if a time of `row` is after the tick `length`, or if a lifetime ends before it begins."""
     kind = type(row).__name__.lower()
     where = f"{kind} {brief(row.name)}" if isinstance(row, Slot) else kind
     for first, begin, last, end in _lifetimes(row):
@@ -395,7 +395,7 @@ def check_row(row: Slot | Output | Part, length: int) -> None:
 
 
 def _lifetimes(row: Slot | Output | Part) -> Iterator[tuple[str, int, str, int]]:
-    """Yield the lifetimes that a row of a trace has, each as (word for begin, begin, word for end, end), for error messages."""
+    """Yield the lifetimes in an entry of a trace as (word, begin, word, end), with words for error messages."""
     if isinstance(row, Slot | Output):
         yield "born at", row.birth, "dead at", row.death
     if isinstance(row, Output):
@@ -410,7 +410,7 @@ def _lifetimes(row: Slot | Output | Part) -> Iterator[tuple[str, int, str, int]]
 
 
 def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int) -> None:
-    """Raise TraceError if a slot or an output (an allocation) is impossible, or if two of them contradict each other."""
+    """Raise TraceError if a slot or an allocation is impossible, or if two of them contradict each other."""
     for row in (*slots, *outputs):
         check_row(row, length)
     total = sum(row.nbytes * _copies(row) for row in (*slots, *outputs))
@@ -457,7 +457,7 @@ def _check_uses(slot: Slot) -> None:
 
 
 def _check_names(slots: tuple[Slot, ...]) -> None:
-    """Raise TraceError if two slots with the same role, or two operations that saved activations, have the same name."""
+    """Raise TraceError if two slots of one role, or two operations that saved activations, share a name."""
     seen: set[tuple[Role, str]] = set()
     for slot in slots:
         keys = (

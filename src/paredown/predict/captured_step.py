@@ -52,7 +52,7 @@ BITS = Format.parse("uint4/64@bf16+bf16").bits_per_value  # of inputs of norms i
 
 @dataclass(frozen=True)
 class Partition:
-    """A forward graph and its backward graph, split from AOTAutograd's joint graph; `backward` is None if nothing needs a gradient.
+    """A forward graph and its backward graph, split from AOTAutograd's joint graph (None without gradients).
 
     The outputs of forward from index `num_outputs` on are the tensors saved for backward.
     """
@@ -64,7 +64,7 @@ class Partition:
 
 @dataclass
 class CapturedGraph:
-    """A graph of a compiled step, split into forward and backward in three ways: no packed activations, packed, packed in 4 bits.
+    """A graph of a compiled step, split into forward and backward in three ways: unpacked, packed, in 4 bits.
 
     `joint` has facts about the nodes of the graph before it was split.
     """
@@ -75,7 +75,7 @@ class CapturedGraph:
     joint: JointGraph
 
     def num_ticks(self, *, is_backward: bool) -> int:
-        """Return how many ticks (one for each node) a call of the forward or backward graph takes on the step's timeline."""
+        """Return how many ticks a call of the forward or backward graph takes, one for each node."""
         graphs = [part.backward if is_backward else part.forward for part in (self.plain, self.packed, self.in_4_bits)]
         return max(len(gm.graph.nodes) for gm in graphs if gm is not None)
 
@@ -96,7 +96,7 @@ class GraphCall:
 
 @dataclass(frozen=True, eq=False)
 class AllPartitions(CustomPartitionerFn):
-    """A partitioner for torch.compile that splits each graph into forward and backward in the three ways of `CapturedGraph`.
+    """A partitioner for torch.compile that splits each graph in the three ways of `CapturedGraph`.
 
     It calls `on_graph` with the result, and returns to torch the graphs without packed activations.
     """
@@ -108,7 +108,7 @@ class AllPartitions(CustomPartitionerFn):
         return "paredown trace"
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return the forward and backward graph without packed activations, after calling `on_graph` with all three splits."""
+        """Return the forward and backward graph without packing, after `on_graph` got all three splits."""
         joint = joint_graph(gm, options)
         packed = partition(gm, joint_inputs, options)
         saved = chains_to_save(packed[1].graph, dict.fromkeys((node.name for node in packed[0].graph.nodes), BITS))
@@ -124,7 +124,7 @@ class AllPartitions(CustomPartitionerFn):
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph module whose nodes are new and have the same names, much faster than partitioning again."""
+    """Return a copy of a graph module with new nodes of the same names, faster than partitioning again."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.output_node().meta = dict(gm.graph.output_node().meta)
@@ -132,7 +132,7 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 class GraphCapture:
-    """Runs the forward pass of a training step under torch.compile on fake tensors, and records all calls of its graphs."""
+    """Runs forward of a training step under torch.compile on fake tensors, and records calls of its graphs."""
 
     def __init__(self, step: FakeStep) -> None:
         self.step, self.calls = step, list[GraphCall]()
@@ -164,7 +164,7 @@ class GraphCapture:
 
     @contextmanager
     def _recorded_loss(self) -> Generator[None]:
-        """Return a context in which the operations of a loss computed in chunks are recorded, although they run between two graphs."""
+        """Return a context in which operations of a loss in chunks, between two graphs, are recorded."""
         step = self.step
 
         @contextmanager
@@ -188,7 +188,7 @@ class GraphCapture:
             yield
 
     def _backend(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Return a function that runs Dynamo's graph `gm` on fake tensors; before that, the graph is traced and partitioned."""
+        """Return a function that runs Dynamo's graph `gm` on fake tensors, after partitioning the graph."""
         partitioner = AllPartitions(self._on_partition)
         patches = {"custom_partitioner_fn": partitioner, "shape_padding": self.step.device == "cuda"}
         outputs = self.step.head.in_graph(gm, inputs) if self.step.head is not None else None
@@ -246,7 +246,7 @@ class GraphCapture:
         return begin
 
     def _register(self, outputs: Sequence[Any], gm: fx.GraphModule, begin: int, held: dict[str, Allocation]) -> None:
-        """Record the outputs of a call of the graph `gm`, which began at the tick `begin`, as allocations of the timeline.
+        """Record the outputs of a call of `gm`, which began at the tick `begin`, as allocations.
 
         Saved outputs become slots of the trace later. `held` is filled with the allocations of outputs that are both saved and returned, by
         node.
@@ -281,7 +281,7 @@ def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
-    """Return the outputs of forward, with copies of tensors that are both saved and returned, so that each has its own lifetime."""
+    """Return the outputs of forward, where tensors that are both saved and returned are copied."""
     returned = {value.untyped_storage()._cdata for value in outputs[:num_outputs] if isinstance(value, Tensor)}
     saved = [
         value.clone() if isinstance(value, Tensor) and value.untyped_storage()._cdata in returned else value
@@ -292,7 +292,7 @@ def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
 
 @contextmanager
 def _padding(device: str) -> Generator[None]:
-    """Return a context in which Inductor pads large matrix products as on a GPU, without timing them, since the GPU may be absent."""
+    """Return a context in which Inductor pads large matrix products as on a GPU, without timing them."""
 
     def should_pad(match: Any, mat1: Tensor, mat2: Tensor, *args: Any, **keywords: Any) -> bool:
         sizes = [*mat1.shape[-2:], mat2.shape[-1]]

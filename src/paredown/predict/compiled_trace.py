@@ -58,7 +58,7 @@ class GraphTimes:
     end: int
 
     def placeholder(self, node: fx.Node) -> fx.Node | None:
-        """Return the input of the backward graph for a tensor that forward saves, given by its node; None if there is none."""
+        """Return the input of the backward graph for a node that forward saves; None if there is none."""
         gm = self.partition.backward
         found = gm.graph.find_nodes(op="placeholder") if gm is not None else ()
         return next((p for p in found if p.name == node.name), None)
@@ -119,7 +119,7 @@ class GraphTimes:
 
 
 class StepSlots:
-    """The slots (saved tensors) and other allocations of a compiled step, whose graphs are split as `partition_of` returns them.
+    """The slots (saved tensors) and allocations of a compiled step, with graphs split as `partition_of` returns.
 
     `end` is the last time of the step.
     """
@@ -247,7 +247,7 @@ def _saved(partition: Partition) -> list[fx.Node]:
 
 
 def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
-    """Return the operations that saved a tensor of a graph, and the reason why plans cannot pack it ("" if they can)."""
+    """Return the operations that saved a tensor, and the reason why plans cannot pack it ("" if they can)."""
     value: Tensor = node.meta["val"]
     own, place = _place(node), aten_name(node)
     if _is_gradient(node):
@@ -268,7 +268,7 @@ def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
 
 
 def _without_small(made: dict[fx.Node, Slot]) -> dict[fx.Node, Slot]:
-    """Return the slots of a graph, where the smallest are marked as unmodified, since sessions on a GPU do not pack them."""
+    """Return the slots of a graph, the smallest marked as unmodified, as sessions on a GPU leave them."""
     sizes = {node: slot.nbytes for node, slot in made.items() if slot.parts and slot.parts[0].use is Use.VALUE}
     largest = max_left_bytes(list(sizes.values()))
     small = {node for node, nbytes in sizes.items() if nbytes <= largest}
@@ -360,7 +360,7 @@ def _temporaries(memory: GraphMemory, begin: int, phase: str) -> Iterator[Output
 
 
 def _returned(times: GraphTimes, saved: set[Buffer], end: int) -> Iterator[Output]:
-    """Yield an allocation for each tensor that a graph returns and plain torch.compile also saves, except buffers in `saved`."""
+    """Yield an allocation for each tensor that a graph both returns and saves, except buffers in `saved`."""
     for buffer, allocation in times.returned().items():
         if buffer not in saved:
             death = end if allocation.death is None else allocation.death
@@ -407,7 +407,7 @@ def _frozen_weights(base: Trace, decoded: Collection[str]) -> Iterator[Slot]:
 
 
 def _numbered(slots: tuple[Slot, ...]) -> Iterator[Slot]:
-    """Yield the slots, where storage numbers of tensors outside of graphs are changed to differ from those inside of graphs."""
+    """Yield the slots, with storage numbers outside of graphs that differ from those inside of graphs."""
     for slot in slots:
         yield replace(slot, storage=-1000 - slot.storage) if slot.role is Role.ACTIVATION and slot.storage >= 0 else slot
 

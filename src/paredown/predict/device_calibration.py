@@ -102,7 +102,7 @@ def measure_device(device: str) -> Calibration:
 
 
 def checked_device(device: str | None) -> str:
-    """Return "cuda" or "cpu" for `device` (None: "cuda" if there is a GPU); raise CalibrationError if this machine has no such device."""
+    """Return "cuda" or "cpu" (None: "cuda" if there is a GPU); raise CalibrationError if it is absent."""
     kind = str(device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
     if kind not in DEVICES:
         raise CalibrationError(f"device {brief(device)} cannot be measured. Allowed: {', '.join(DEVICES)}.")

@@ -60,7 +60,7 @@ def _cpu_seconds(call: Callable[[], object]) -> float:
 
 
 def cuda_seconds(call: Callable[[], object], num_calls: int, sleep_seconds: float = SLEEP_SECONDS) -> float:
-    """Return the GPU's seconds for one call, as the mean over `num_calls` calls that the host issues while the GPU sleeps."""
+    """Return the GPU's seconds for one call, the mean over `num_calls` that were issued while it slept."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     torch.cuda._sleep(int(sleep_seconds * CYCLES_PER_SECOND))
@@ -73,7 +73,7 @@ def cuda_seconds(call: Callable[[], object], num_calls: int, sleep_seconds: floa
 
 
 def empty_operation(device: str, num_calls: int) -> float:
-    """Return the host seconds of the smallest operation, an addition of one value, as the mean over `num_calls` calls."""
+    """Return the host seconds of the smallest operation (one addition), the mean over `num_calls` calls."""
     x = torch.ones(1, device=device)
     if device == "cuda":
         torch.cuda.synchronize()
@@ -84,7 +84,7 @@ def empty_operation(device: str, num_calls: int) -> float:
 
 
 def bandwidths(device: str) -> dict[str, float]:
-    """Return the measured bytes per second of each kind of memory-bound operation, and of copies between GPU and pinned memory."""
+    """Return the measured bytes per second of memory-bound operations by kind, and of copies to and from the host."""
     rows, width = ROWS[device]
     x = torch.randn(LARGE[device], device=device, dtype=torch.bfloat16)
     table = torch.randn(rows, width, device=device)
@@ -133,7 +133,7 @@ def flop_rates(device: str) -> dict[str, tuple[tuple[float, float], ...]]:
 
 
 def _products(device: str, dtype: torch.dtype, beyond: int = 0) -> Iterator[tuple[float, float]]:
-    """Yield (flops, flops per second) of square matrix products of rising size; the second matrix has `beyond` more columns."""
+    """Yield (flops, flops per second) of growing matrix products; the second factor has `beyond` more columns."""
     for size in PRODUCTS[device][: -1 if dtype is torch.float32 and device == "cuda" else None]:
         a, b = torch.randn(size, size, device=device, dtype=dtype), torch.randn(size, size + beyond, device=device, dtype=dtype)
         flops = 2.0 * size * size * (size + beyond)
@@ -157,7 +157,7 @@ def _attention(device: str, dtype: torch.dtype) -> Iterator[tuple[float, float]]
 
 
 def codec_seconds(text: str, device: str) -> tuple[float, float, float]:
-    """Return the measured (encoded bytes per second, decoded bytes per second, seconds of one kernel launch) of a format.
+    """Return (encoded bytes per second, decoded bytes per second, seconds of one launch) of a format.
 
     Bytes are those of the bf16 tensor that is encoded.
     """

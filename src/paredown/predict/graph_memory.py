@@ -54,7 +54,7 @@ OPERATIONS = {"decode": 14, "unpack_bits": 4}  # operations in the kernel of one
 
 @dataclass(eq=False)
 class Buffer:
-    """A piece of memory that a kernel of a graph writes, with the times at which it is written (`birth`) and read (`reads`).
+    """Memory that a kernel of a graph writes, with the times of writing (`birth`) and reading (`reads`).
 
     A time is a position in the order of kernels. Inputs of the graph have birth -1.
     """
@@ -80,7 +80,7 @@ class Buffer:
 
 @dataclass(eq=False)
 class GraphValue:
-    """The value of a node of a graph: stored in `buffer`, or, if that is None, computed by each kernel that reads it from `sources`."""
+    """The value of a node of a graph, in `buffer`, or, if that is None, computed again by each reader."""
 
     node: fx.Node
     buffer: Buffer | None = None
@@ -120,7 +120,7 @@ class GraphMemory:
         return self._reads_behind(node, skips_booleans=False)
 
     def value_reads(self, node: fx.Node) -> list[int]:
-        """Return the times of kernels that need a node's values themselves, and not only a boolean computed from them."""
+        """Return the times of kernels that need a node's values, and not only comparisons of them."""
         return self._reads_behind(node, skips_booleans=True)
 
     def _reads_behind(self, node: fx.Node, *, skips_booleans: bool) -> list[int]:
@@ -189,7 +189,7 @@ class GraphMemory:
         return value
 
     def _is_stored(self, value: GraphValue, node: fx.Node) -> bool:
-        """Return whether Inductor writes the value of a pointwise operation to memory; if not, kernels that read it compute it."""
+        """Return whether Inductor writes the value of a pointwise operation to memory."""
         users, num_reads = list(readers_of(node)), len(value.sources)
         if num_reads > MAX_ACCUMULATED_READS or any(user.op == "output" for user in users):
             return True
@@ -272,7 +272,7 @@ def _domain(node: fx.Node, result: Any, kind: str) -> int:
 
 
 def _flash_workspace(query: Any) -> int:
-    """Return the bytes of workspace that flash attention allocates in backward, where `query` is the node of its queries."""
+    """Return the bytes of workspace of flash attention's backward; `query` is the node of its queries."""
     num, heads, length, width = (hint(size) for size in query.meta["val"].shape)
     return 4 * num * heads * round_up(length, FLASH_ROWS) * (1 + round_up(width, FLASH_COLUMNS))
 
@@ -285,7 +285,7 @@ def _loss_scratch(node: fx.Node) -> int:
 
 
 def _keeps_layout(graph: fx.Graph) -> bool:
-    """Return whether Inductor keeps the memory layout of convolutions on CUDA; otherwise it makes all of them channels_last.
+    """Return whether Inductor keeps the layout of convolutions on CUDA, or makes all channels_last.
 
     It keeps the layout if there are few convolutions among many operations, if one is grouped but not depthwise, if the output of a 3 x 3
     convolution has half as many channels as its input, or if none has more than 64 channels.
@@ -341,7 +341,7 @@ class Kernel:
     axis: str
 
     def can_join(self, other: Kernel) -> bool:
-        """Return whether Inductor could fuse this kernel with `other`, judged by sizes and distance; cycles are not checked."""
+        """Return whether Inductor could fuse this kernel with `other`, apart from cycles of dependencies."""
         if not self.domain or self.domain != other.domain or (self.axis and other.axis and self.axis != other.axis):
             return False
         if abs(self.first - other.first) > MAX_DISTANCE or len(self.buffers) + len(other.buffers) > MAX_FUSED:
@@ -364,7 +364,7 @@ class Kernels:
             self.of[buffer] = kernel
 
     def join_all(self, buffers: list[Buffer]) -> None:
-        """Fuse kernels that read or write the same memory, first the pairs that share most bytes; no fusion may make a cycle."""
+        """Fuse kernels that share memory, the pairs that share most bytes first, if no cycle results."""
         for _, one, two in sorted(_pairs(buffers), key=lambda pair: -pair[0]):
             a, b = self.of[one], self.of[two]
             if a is not b and a.can_join(b) and not (self._reaches(a, b) or self._reaches(b, a)):
@@ -390,7 +390,7 @@ class Kernels:
 
 
 def _pairs(buffers: list[Buffer]) -> Iterator[tuple[int, Buffer, Buffer]]:
-    """Yield (shared bytes, buffer, buffer) for each pair of buffers that one kernel could write, since both read or are the same memory."""
+    """Yield (shared bytes, buffer, buffer) for each pair of buffers that one kernel could write."""
     sources = dict.fromkeys(source for buffer in buffers for source in buffer.sources)
     for shared in sources:
         users = [b for b in (shared, *shared.readers) if b.kind in ("pointwise", "reduction")]
@@ -415,7 +415,7 @@ def kernel_order(buffers: list[Buffer]) -> dict[Buffer, int]:
 
 
 def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...], settings: str) -> int:
-    """Return the bytes that the operator `name` of a loss computed in chunks allocates at most beside its inputs and results.
+    """Return the most bytes that the operator `name` of a loss in chunks allocates beside its results.
 
     They are measured by running the operator on fake tensors of these shapes and dtypes. `settings` is the text of its `OperatorSettings`.
     """
@@ -425,7 +425,7 @@ def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] 
 
 @lru_cache(maxsize=64)
 def _scratch_bytes(name: str, tensors: tuple[Any, ...], settings: str, constants: tuple[Any, ...]) -> int:
-    """Return the result of `scratch_bytes`; `constants` are the loss's module constants, here only as part of the cache's key."""
+    """Return the result of `scratch_bytes`; `constants` is only part of the cache's key."""
     device, fakes = OperatorSettings.parse(settings).device, FakeTensors()
     timeline = Timeline(lambda: "", device=device)
     with fakes.mode, torch.no_grad():

@@ -60,7 +60,7 @@ EMPTY_CALLS = 100
 
 
 class StepSeconds(NamedTuple):
-    """The host (CPU) seconds of the three phases of a training step: forward with loss, backward, and the optimizer's step."""
+    """The host (CPU) seconds of a training step: forward with loss, backward, and the optimizer's step."""
 
     forward: float
     backward: float
@@ -77,7 +77,7 @@ class StepSeconds(NamedTuple):
 
 
 class SmallNetwork:
-    """A small network whose training steps are timed under several plans, to measure the time that the host takes for calls."""
+    """A small network whose training steps are timed under plans, to measure the host's time for calls."""
 
     def __init__(self, name: str, layers: str, batch: tuple[Tensor, ...], **sizes: int) -> None:
         self.name, self.layers, self.batch, self.sizes = name, layers, batch, sizes
@@ -113,12 +113,12 @@ class SmallNetwork:
         return [StepSeconds(*map(median, zip(*rows, strict=True))) for rows in zip(*turns, strict=True)]
 
     def _turn(self, pairs: Sequence[tuple[nn.Module, torch.optim.Optimizer]]) -> list[tuple[float, float, float]]:
-        """Run two training steps of each pair, and return the host seconds (forward, backward, optimizer) of the second step."""
+        """Run two steps of each pair, and return (forward, backward, optimizer) seconds of the second."""
         self.empty_operations.append(empty_operation(self.device, EMPTY_CALLS))
         return [(self.step(*pair), self.step(*pair))[1] for pair in pairs]
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:
-        """Run one training step, and return the host seconds of forward with loss, of backward and of the optimizer's step."""
+        """Run one training step, and return the host seconds of forward with loss, backward and optimizer."""
         if self.device == "cuda":
             torch.cuda.synchronize()
         times = [time.perf_counter()]
@@ -154,7 +154,7 @@ class SmallNetwork:
         return outermost(modules_of(self.trace), (self.layers,))
 
     def count(self, phases: Sequence[str], of: Callable[[Operation], float] = lambda one: one.op == VIEW) -> float:
-        """Return the sum of `of(operation)` over operations of `phases` ("forward", "backward", ...); by default the number of views."""
+        """Return the sum of `of(operation)` over operations of `phases`; by default the number of views."""
         return sum(one.count * of(one) for one in self.trace.operations if one.phase in phases)
 
 
@@ -163,7 +163,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def small_networks(device: str) -> list[SmallNetwork]:
-    """Return a transformer and a residual network for measurements, whose saved tensors are just large enough to be packed."""
+    """Return a transformer and a residual network whose saved tensors are just large enough to be packed."""
     ids = torch.randint(64, (1, 64), device=device)
     pictures, labels = torch.randn(1, 3, 32, 32, device=device), torch.randint(10, (1,), device=device)
     gpt = {"vocabulary": 64, "dim": 64, "num_layers": 4, "num_heads": 2, "context": 64}
@@ -171,7 +171,7 @@ def small_networks(device: str) -> list[SmallNetwork]:
 
 
 class HostMeasurement:
-    """A measurement of the host seconds that packing, checkpointing and calls of modules take, by steps of small networks.
+    """A measurement of the host's time for packing, checkpointing and calls, by steps of small networks.
 
     `draft` is a calibration of the device whose host costs are not measured yet.
     """
@@ -182,7 +182,7 @@ class HostMeasurement:
         self.draft = replace(draft, timed=self.calls.timed if self.is_cpu else {})
 
     def costs(self, text: str, is_late: Callable[[], bool]) -> tuple[HostCost, float]:
-        """Return the measured costs of the host, and the host seconds for packing one tensor in the format named `text`.
+        """Return the measured costs of the host, and the host seconds for packing one tensor.
 
         If `is_late()` is true, packed weights are not measured, since their optimizer has kernels to compile: a packed weight is taken to
         cost as much as two packed tensors.
@@ -238,7 +238,7 @@ class HostMeasurement:
         return _share([one for part in rest for one in part], [self._shares(network) for network in self.networks])
 
     def _shares(self, network: SmallNetwork) -> float:
-        """Return the host time of the views, module calls and gradients of `network` as a fraction of a step of the first network."""
+        """Return the share of the first network's step that `network`'s views, calls and gradients take."""
         counts = {"view": network.count(FORWARD), "backward_view": network.count(BACKWARD)}
         counts |= {"module_call": len(called_modules(network.trace)), "gradient": len(network.trace.of(Role.GRADIENT))}
         return sum(SHARES[name] * count for name, count in counts.items())
@@ -246,7 +246,7 @@ class HostMeasurement:
     def _packed(
         self, rows: Sequence[StepSeconds], few: Sequence[StepSeconds], all_packed: Sequence[StepSeconds], plan: Plan
     ) -> tuple[float, float]:
-        """Return two costs in host seconds: for each module call or saved tensor in a session, and for each packed tensor.
+        """Return the host seconds for a module call or saved tensor in a session, and for a packed tensor.
 
         `rows`, `few` and `all_packed` are the seconds of each network's step with no packed tensor, with one, and with all that `plan`
         packs.
@@ -259,7 +259,7 @@ class HostMeasurement:
         return _share(added, [num_watched(one.trace, plan) for one in self.networks]), packed
 
     def _checkpointed(self, rows: Sequence[StepSeconds], checkpointed: Sequence[StepSeconds]) -> float:
-        """Return the host seconds for one tensor that a checkpointed layer saves, from steps without (`rows`) and with checkpointing."""
+        """Return the host seconds for each tensor that a checkpointed layer saves."""
         added: list[float] = []
         for network, baseline, other in zip(self.networks, rows, checkpointed, strict=True):
             inside = [one for one in network.trace.operations if any(is_of(one.module, path) for path in network.paths)]
@@ -290,7 +290,7 @@ class HostSpeed:
             self._network.step(*self._pair)
 
     def __call__(self, num_steps: int = SPEED_STEPS) -> float:
-        """Return the median time of `num_steps` steps divided by their time at calibration: 2 on a host that is half as fast."""
+        """Return the median time of `num_steps` steps divided by their time at calibration."""
         with _without_collection():
             _, *steps = [sum(self._network.step(*self._pair)) for _ in range(1 + num_steps)]
         return median(steps) / self._seconds

@@ -119,7 +119,7 @@ def _largest_of_each_name_first(operations: Iterable[Operation]) -> list[Operati
 
 
 def _work(operation: Operation) -> float:
-    """Return the size of a call in bytes: the bytes that it moves, or the equivalent of its floating point operations."""
+    """Return the size of a call in bytes: those that it moves, or the equivalent of its floating point operations."""
     return max(operation.nbytes, operation.flops / FLOPS_PER_BYTE)
 
 
@@ -145,7 +145,7 @@ def estimated_seconds(traces: Iterable[Trace], timed: Mapping[str, float]) -> di
 
 
 def _alike(operation: Operation) -> list[tuple[str, ...]]:
-    """Return keys under which operations that run at about the same rate are collected, a narrow key first, then a wider one.
+    """Return keys that operations of about the same rate have in common, a narrow key first, then a wider one.
 
     A key has the name, the dtype and, for a convolution, the size of the kernel.
     """
@@ -216,7 +216,7 @@ def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
 
 
 def _seconds(operation: Operation, device: str) -> tuple[float, float | None] | None:
-    """Return the measured device seconds and host time of a call; None if it cannot be repeated, or does not fit the memory.
+    """Return the measured device seconds and host time of a call; None if it cannot be repeated here.
 
     The host time is a multiple of that of an empty operation; for RNNs it is in seconds, and on the CPU it is None.
     """
@@ -277,7 +277,7 @@ def _recurrent(x: Tensor, kind: str, width: int, num_layers: int, directions: in
 
 
 def _index_bound(op: str, args: list[Any]) -> int:
-    """Return an exclusive upper bound for the integers among a call's arguments, which index a dimension of a tensor."""
+    """Return an exclusive upper bound for a call's integer arguments, which index a dimension of a tensor."""
     name = op.removeprefix("aten.").partition(".")[0].strip("_")
     if name == "embedding_dense_backward":
         return args[2]  # rows of the table
@@ -305,7 +305,7 @@ def _tensors(value: Any) -> Iterator[tuple[str, list[int], list[int]]]:
 
 
 def _values(value: Any, device: str, bound: int) -> Any:
-    """Return the arguments of a traced call from their JSON, with new tensors; integers in them are random numbers below `bound`."""
+    """Return a call's arguments from their JSON, with new tensors; integers are random, below `bound`."""
     if isinstance(value, list):
         return [_values(part, device, bound) for part in value]
     if not isinstance(value, dict):

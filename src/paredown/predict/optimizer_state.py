@@ -124,7 +124,7 @@ def _state_of_instance(optimizer: torch.optim.Optimizer, trained: dict[str, nn.P
 
 
 def _state_by_rule(optimizer: Any, held: dict[str, nn.Parameter], device: str, notes: list[str]) -> OptimizerState:
-    """Return the unpacked state that an optimizer of `paredown.optim` stores, from the roles that its update rule lists.
+    """Return the unpacked state of an optimizer of `paredown.optim`, by the roles in its update rule.
 
     It has torch.optim's dtypes if torch has that optimizer, else float32. `held` are the optimizer's parameters by name; `notes` are those
     of the trace so far.
@@ -147,7 +147,7 @@ def _state_by_rule(optimizer: Any, held: dict[str, nn.Parameter], device: str, n
 
 
 def _state_of_tiny_parameter(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:
-    """Return the state tensors by name of a copy of the optimizer after one step on a tiny parameter of `rank` dimensions."""
+    """Return the optimizer's state tensors, by name, for a tiny parameter of `rank` dimensions."""
     kind = type(optimizer)
     accepted = inspect.signature(kind.__init__).parameters
     options = {name: value for name, value in optimizer.param_groups[0].items() if name in accepted and name not in NOT_COPIED}
@@ -159,7 +159,7 @@ def _state_of_tiny_parameter(optimizer: torch.optim.Optimizer, rank: int) -> dic
 
 
 def _scaled(parameter: str, p: Tensor, tiny_state: dict[str, Tensor]) -> Iterator[StateTensor]:
-    """Yield the state tensors of the parameter `p`, with sizes derived from the state of a tiny parameter of the same rank."""
+    """Yield the state tensors of the parameter `p`, by the state of a tiny parameter of the same rank."""
     sizes = dict(zip(PRIMES, p.shape, strict=False))
     seen_roles: set[Role] = set()
     for name, value in tiny_state.items():

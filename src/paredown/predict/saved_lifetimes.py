@@ -74,12 +74,12 @@ class SavedStorage:
 
     @property
     def becomes_result(self) -> bool:
-        """Return whether a session multiplies in place in the decoded copy, so that the product needs no memory of its own."""
+        """Return whether a session multiplies in place in the decoded copy of this tensor."""
         return self.in_second_pass and [saver.op for saver in self.savers] == ["mul"]
 
     @property
     def first(self) -> int:
-        """Return the index of the operation that names the slot: the first operation that needs the values, otherwise 0."""
+        """Return the index of the operation that names the slot: the first that needs the values, else 0."""
         return next((i for i, saver in enumerate(self.savers) if saver.use is Use.VALUE), 0)
 
 
@@ -104,7 +104,7 @@ class SavedHandle:
 
 
 class Recorder:
-    """A recorder of the times at which each tensor that autograd saves in a fake step would be packed, decoded and freed."""
+    """A recorder of when each tensor that autograd saves in a fake step would be packed, decoded and freed."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -141,7 +141,7 @@ class Recorder:
             self._pack(saved, saved.tensor, use, unit)
 
     def second_pass(self) -> Store:
-        """Return a function that records the tensors that a checkpointed layer saves when its forward runs again in backward."""
+        """Return a function that records the tensors that a layer saves when its forward runs again."""
         return self._saved_again
 
     def _saved_again(self, saved: Saved) -> SavedHandle | None:
@@ -153,7 +153,7 @@ class Recorder:
         return captured.packed
 
     def entered(self, path: str, args: Any) -> None:
-        """Record the arguments of a module call, since they would be stored until backward if the module were checkpointed."""
+        """Record the arguments of a module call, which would be stored if the module were checkpointed."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         for number, tensor in enumerate(tensors):
             allocation = self.timeline.find(tensor) if tensor.requires_grad else None
@@ -173,7 +173,7 @@ class Recorder:
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
     def weight_parts(self, allocation: Allocation | None, end: int) -> tuple[Part, ...]:
-        """Return a `Part` with the times at which backward needs a weight (or its cast) decoded, by its allocation; () if it never does.
+        """Return a `Part` with the times at which backward needs a weight decoded; () if it never does.
 
         `end` is the last tick of the step.
         """
@@ -181,7 +181,7 @@ class Recorder:
         return () if saved is None else (_part(saved[1], end),)
 
     def end_forward(self) -> None:
-        """Mark the saved tensors to which other code still refers after forward as not packable: packing them would free no memory."""
+        """Mark saved tensors that other code holds after forward: packing them would free no memory."""
         for unit in self.units:
             if unit.allocation.death is None and not unit.stays:
                 unit.stays = HELD
@@ -211,7 +211,7 @@ class Recorder:
         return entry is not None and entry[0] is node and entry[1] is unit
 
     def _source(self, saved: Saved, unit: SavedStorage) -> SavedStorage | None:
-        """Return the saved storage from which a session would recompute the tensor `saved` in backward; None if there is none."""
+        """Return the storage from which a session would recompute the tensor `saved`; None if there is none."""
         tensor = saved.tensor
         rematerialization = rematerialization_of(tensor) if tensor is not None and unit.is_whole else None
         while tensor is not None and rematerialization is not None:
@@ -267,7 +267,7 @@ class Recorder:
 
 
 def _is_float_mask(saved: Saved, allocation: Allocation) -> bool:
-    """Return whether a saved tensor is the mask of dropout on the CPU: random bits stored as floats, without a gradient."""
+    """Return whether a saved tensor is the mask of dropout on the CPU, random bits stored as floats."""
     return saved.op == "mul" and allocation.op == RANDOM_BITS and saved.tensor is not None and not saved.tensor.requires_grad
 
 

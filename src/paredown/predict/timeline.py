@@ -50,7 +50,7 @@ OBJECTS = (torch.dtype, torch.layout, torch.memory_format)
 
 @dataclass(eq=False)
 class Allocation:
-    """A storage of the step: its bytes, its lifetime in ticks (positions of operations in the step), and the operation that allocated it.
+    """A storage of the step: its bytes, its lifetime in ticks, and the operation that allocated it.
 
     If the storage is the sum of two gradients that autograd added, `merges` are these gradients. `cast_of` is the allocation of which this
     one is a copy in another dtype, as autocast makes of weights.
@@ -168,7 +168,7 @@ class Timeline(TorchDispatchMode):
         self._count_kernel(str(func), tensors, flops_of(func, args, kwargs, out), _arguments_json(args, kwargs), module)
 
     def record_kernel(self, name: str, tensors: list[Tensor], flops: int, arguments: Any) -> None:
-        """Record one CUDA kernel, which can be repeated with `arguments`, in place of the operations that a fake tensor runs."""
+        """Record one CUDA kernel, with arguments to repeat it, in place of a fake tensor's operations."""
         self._count_kernel(name, tensors, flops, _arguments_json(arguments, {}), self.module())
 
     def _count_kernel(self, op: str, tensors: list[Tensor], flops: int, arguments: str, module: str) -> None:

@@ -44,7 +44,7 @@ class InputShape(NamedTuple):
 
 @dataclass
 class TracedCall:
-    """A record of one call of a module: its first and last tick, its first and last autograd node by number, and its arguments.
+    """A record of one call of a module: its ticks, the numbers of its autograd nodes, and its arguments.
 
     `x` describes the module's input; it is None unless the module gets exactly one tensor, as first argument. `rest` are its other
     arguments. `num_tensors` counts the tensors among all arguments, and is -1 if there are values of other types than numbers and texts.
@@ -109,7 +109,7 @@ class TracedCalls:
 
 
 def token_modules(step: Any, known: dict[Any, str | tuple[PieceBytes, PieceBytes]]) -> tuple[TokenModule, ...]:
-    """Return, for each module that a traced step called once with gradients, whether it can run in pieces and with which memory.
+    """Return whether each module that a step called once can run in pieces, and with which memory.
 
     `step` is a `FakeStep` that has run. `known` caches results of other traces of the same model; those of this step are added to it.
     """
@@ -142,7 +142,7 @@ def _key(call: TracedCall) -> Any:
 
 
 def _pieces(step: Any, call: TracedCall) -> str | tuple[PieceBytes, PieceBytes]:
-    """Return the bytes of a piece in forward and when forward runs again in backward, or a sentence on why the module must run whole."""
+    """Return the bytes of a piece in forward and in backward, or a sentence on why the module must run whole."""
     if call.x is None:
         return OTHER_ARGUMENTS if call.num_tensors < 0 else ARGUMENTS.format(call.num_tensors)
     if len(call.x.shape) < 2 or not call.x.dtype.is_floating_point:
@@ -167,7 +167,7 @@ def _pieces(step: Any, call: TracedCall) -> str | tuple[PieceBytes, PieceBytes]:
 
 
 def _held(step: Any, call: TracedCall, run: Callable[[Tensor], Tensor], length: int) -> tuple[list[int], list[int]]:
-    """Return the bytes allocated at each tick of the forward pass of two pieces of `length` tokens, and of their second pass in backward.
+    """Return the bytes at each tick of forward and of backward of two pieces of `length` tokens.
 
     Whole inputs, outputs and gradients are left out.
     """
@@ -187,7 +187,7 @@ def _held(step: Any, call: TracedCall, run: Callable[[Tensor], Tensor], length: 
 
 
 def _bytes_by_tick(step: Any, there: list[Tensor], run: Callable[[], list[Any]]) -> tuple[list[int], list[Any]]:
-    """Return the bytes that `run` has allocated at each tick, without the first tensor that it returns, and its results.
+    """Return the bytes that `run` holds at each tick, without its first result, and its results.
 
     `there` are tensors that exist before the call.
     """

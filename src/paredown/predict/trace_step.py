@@ -51,7 +51,7 @@ def trace_step(
     compiled: bool = False,
     chunked_loss: bool = CHUNKED_LOSS,
 ) -> Trace:
-    """Return every tensor that one step of `model` on `batch` stores on `device`; this machine need not have that device.
+    """Return every tensor that one step of `model` on `batch` stores on `device`, which may be absent here.
 
     If `batch` is a tuple, it holds the model's positional arguments, and with `loss` the target as its last item; if it is a mapping,
     keyword arguments; if it is a tensor, the only argument. Without `loss` the step's loss is `.loss` of the output, or the output itself
@@ -107,7 +107,7 @@ class StepTracer:
     known_modules: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     def trace(self, head: Any = None) -> Trace:
-        """Return the trace of the step as sessions run it; `without_packing` has the step under a plan that packs nothing, if it differs.
+        """Return the trace of the step as sessions run it, which contains the step without packing.
 
         `head` is the output head whose loss is computed in chunks, or None.
         """
@@ -133,7 +133,7 @@ class StepTracer:
 def _run(
     step: FakeStep, arguments: Arguments, loss: Callable[..., Tensor] | None, autocast: torch.dtype | None, compiled: bool
 ) -> Callable[[Trace], Trace]:
-    """Run the step on fake tensors, and return a function that completes its trace: for a compiled step by the tensors of its graphs."""
+    """Run the step on fake tensors, and return a function that adds a compiled step's graphs to its trace."""
     if not compiled:
         step.run(arguments, loss, autocast)
         return lambda trace: trace
@@ -167,7 +167,7 @@ class TraceBuilder:
         self._router_ids = {id(p) for p in router_weights(step.model).values() if not p.requires_grad}
 
     def trace(self, state: OptimizerState, batch: Any, autocast: torch.dtype | None, known_modules: dict[Any, Any]) -> Trace:
-        """Return the trace of the step that ran; `known_modules` caches the results of `token_modules` from earlier traces of it."""
+        """Return the trace of the step that ran; `known_modules` caches results of earlier traces of it."""
         end = self.step.timeline.tick()
         slots = [self._persistent_slot(name, role, tensor, end) for name, role, tensor in self.step.initial_tensors]
         slots += [self._gradient_slot(name, p, end, is_released=name in state.released) for name, p in self.step.trained()]
@@ -226,13 +226,13 @@ class TraceBuilder:
         return replace(slot, birth=birth, dropped=dropped, death=dropped if is_released else end)
 
     def _decoded_spans(self, weight: Tensor, allocation: Allocation | None) -> tuple[tuple[int, int], ...]:
-        """Return the spans (first tick, last tick) in which a packed weight is decoded: its modules run, or other operations read it."""
+        """Return the spans (first tick, last tick) in which a packed weight is decoded."""
         calls, complete = self.step.module_runs.spans(weight), self.step.gradient_complete_at.get(id(weight), 0)
         calls = [(start, max(end, complete) if start > self.step.backward_at else end) for start, end in calls]
         return merged([*calls, *((tick, tick) for tick in (allocation.uses if allocation is not None else ()))])
 
     def _constants(self) -> list[Allocation]:
-        """Return the allocations of tensors that the model uses without having registered them as buffers or parameters."""
+        """Return the allocations of tensors that the model uses and does not have as buffers."""
         return [allocation for allocation in self.step.timeline.allocations if allocation.owner is Role.BUFFER and allocation.op]
 
     def _outputs(self, end: int) -> list[Output]:

@@ -69,7 +69,7 @@ def backward_workspace(args: Any, _: Any) -> int:
 
 
 def _runs_in_onednn(x: Tensor, weight: Tensor, groups: int) -> bool:
-    """Return whether torch computes a convolution with oneDNN: not in float64, and not for a batch of one small sample."""
+    """Return whether torch computes a convolution with oneDNN: not in float64, nor for one small sample."""
     is_small = x.shape[0] == 1 and x.numel() <= NATIVE_VALUES and groups == 1 and max(weight.shape[-2:]) <= NATIVE_KERNEL
     return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and not is_small
 
@@ -88,13 +88,13 @@ def _other_bytes(*operands: Tensor) -> int:
 
 
 def _has_few_channels(weight: Tensor, groups: int) -> bool:
-    """Return whether a grouped convolution has too few channels per group to fill oneDNN's blocks; then only its result is copied."""
+    """Return whether a grouped convolution has too few channels per group to fill oneDNN's blocks."""
     num_in, num_out = weight.shape[1], weight.shape[0] // groups
     return groups > 1 and num_in * num_out > 1 and bool(num_in % HALF or num_out % HALF)
 
 
 def _in_blocks(x: Tensor) -> int:
-    """Return the bytes of activations (num, channels, ...) in oneDNN's layout, with channels rounded up to whole blocks."""
+    """Return the bytes of activations (num, channels, ...) in oneDNN's layout, with channels in whole blocks."""
     return x.nbytes // x.shape[1] * round_up(x.shape[1], BLOCK)
 
 

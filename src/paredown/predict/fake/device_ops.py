@@ -66,7 +66,7 @@ def round_up(number: int, step: int) -> int:
 
 
 def record_kernel(name: str, outputs: tuple[Tensor, ...], *inputs: Any, flops: int = 0) -> None:
-    """Record on the active `Timeline` that one CUDA kernel ran, with its tensors and flops; without a timeline, do nothing."""
+    """Record on the active `Timeline`, if there is one, that one CUDA kernel ran, with its tensors and flops."""
     tensors = [value for value in (*inputs, *outputs) if isinstance(value, Tensor)]
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, HasKernels):
@@ -128,7 +128,7 @@ class Flash(Function):
 
 
 class Efficient(Function):
-    """A stand-in for CUDA's memory-efficient attention on fake tensors; the kernel takes float32 tensors and masks too."""
+    """A stand-in for CUDA's memory-efficient attention on fake tensors, also for float32 and with masks."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
@@ -147,7 +147,7 @@ class Efficient(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return empty tensors of the shapes of the gradients of query, key, value, and of the mask if it needs a gradient."""
+        """Return empty tensors of the shapes of the gradients of query, key, value and (if needed) mask."""
         *bias, key, logsumexp, _, query, value = ctx.saved_tensors
         flops = 5 * attention_flops(query, key, value, causal=ctx.causal) // 2
         record_kernel(ATTENTION_BACKWARD, (grad, query, key, value), query, key, value, ctx.causal, *bias, flops=flops)
@@ -163,11 +163,11 @@ class Efficient(Function):
 
 
 class Softmax(Function):
-    """A stand-in for CUDA's softmax and log_softmax of float16 inputs with a float32 output; bfloat16 inputs are cast before."""
+    """A stand-in for CUDA's softmax and log_softmax, if they take float16 and return float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, node: str) -> Tensor:
-        """Return an empty float32 tensor of the shape of `x`. `node` is the name of the operation's autograd node on CUDA."""
+        """Return an empty float32 tensor of the shape of `x`; `node` names its autograd node on CUDA."""
         out = torch.empty_like(x, dtype=torch.float32)
         record_kernel("softmax", (out,), x)
         ctx.stands_for, ctx.dtype = (node, ("result",)), x.dtype
@@ -183,11 +183,11 @@ class Softmax(Function):
 
 
 class RMSNorm(Function):
-    """A stand-in for CUDA's fused RMSNorm kernel, which saves its input and one reciprocal standard deviation for each row."""
+    """A stand-in for CUDA's fused RMSNorm kernel, which saves its input and one value (rstd) for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
-        """Return an empty tensor of the output's shape. `num_dims` is how many of the last dimensions are normalized."""
+        """Return an empty tensor of the output's shape; the last `num_dims` dimensions are normalized."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rstd = x.new_empty((*x.shape[: x.dim() - num_dims], *(1,) * num_dims), dtype=torch.float32)
         record_kernel("rms_norm", (out,), x)
@@ -248,7 +248,7 @@ class Recurrent(Function):
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, grouped: bool) -> Tensor | None:
-    """Return an empty tensor with the shape and layout that CUDA's fused attention kernel returns; None if no fused kernel applies.
+    """Return an empty tensor like the output of CUDA's fused attention kernel; None if no fused kernel applies.
 
     `grouped` says whether keys and values have fewer heads than queries.
     """
@@ -281,7 +281,7 @@ def attention_kernel(
 
 
 def bias_of_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return an attention mask as CUDA's kernel takes it: float values, the last dimension padded, expanded to all heads."""
+    """Return an attention mask as CUDA's kernel takes it: float values, padded, expanded to all heads."""
     if mask.dtype is torch.bool:
         mask = torch.empty_like(mask, dtype=query.dtype)
     length = key.shape[2]
@@ -338,7 +338,7 @@ def _set_cpu_autocast(is_enabled: bool, dtype: torch.dtype) -> None:
 
 
 def onednn_workspace(args: Any, outputs: Any) -> Any:
-    """Return `outputs` of aten::mkldnn_rnn_layer (an LSTM on the CPU) with a workspace of the size that oneDNN allocates.
+    """Return `outputs` of aten::mkldnn_rnn_layer (an LSTM on the CPU) with a workspace of oneDNN's size.
 
     The workspace for T positions of a sequence has 2 T gates, T outputs and 3 (T + 1) pairs of states; it is within 2 % of oneDNN 3.
     """
@@ -363,7 +363,7 @@ UNKNOWN_SIZES = {torch.ops.aten.mkldnn_rnn_layer.default: onednn_workspace}
 
 
 def sum_workspace(num_inputs: int, num_outputs: int, dtype: torch.dtype = torch.float32) -> int:
-    """Return the bytes that a sum on CUDA allocates for partial sums; it adds `num_inputs` values for each of `num_outputs`."""
+    """Return the bytes for partial sums in a CUDA sum of `num_inputs` values for each of `num_outputs`."""
     while num_inputs > 1 and num_inputs * num_outputs * dtype.itemsize > MAX_REDUCED_BYTES:
         num_inputs = -(-num_inputs // 2)
     sum_bytes = 4 if dtype.is_floating_point and dtype.itemsize <= 4 else 8
@@ -388,7 +388,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _sum_op_workspace(args: Any, _: Any) -> int:
-    """Return the bytes of workspace of a call of aten::sum; 0 unless it sums over the leading dimensions of a contiguous tensor."""
+    """Return the bytes of workspace of a call of aten::sum over leading dimensions; 0 for other calls."""
     x, dims = args[0], args[1]
     if not isinstance(x, Tensor) or not dims or not x.dim() or not x.numel() or not x.is_contiguous():
         return 0

@@ -73,7 +73,7 @@ class Arguments:
 
 @final
 class Loss(nn.Module):
-    """A module that calls a loss function, so that the tensors that the loss saves are recorded like those of other modules."""
+    """A module that calls a loss function, so that tensors that the loss saves are recorded as those of a module."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class FakeStep:
             transformer._detect_is_causal_mask = before
 
     def _record_held(self, returned: tuple[Any, ...]) -> None:
-        """Record tensors that are live before backward but not in autograd's graph, such as inputs of checkpoints, except `returned`."""
+        """Record the tensors that are live before backward outside of autograd's graph, but not `returned`."""
         known = {unit.allocation for unit in self.recorder.units} | set(self.recorder.weight_casts)
         known |= {self.timeline.find(tensor) for tensor in tensors_in(returned)}
         self.held = [
@@ -266,7 +266,7 @@ class FakeStep:
 
     @contextmanager
     def _watched(self, module: nn.Module, outside: str, backward: ExitStack | None = None) -> Generator[None]:
-        """Return a context in which tensors that `module` saves are recorded; `outside` is a name prefix if it is outside of the model.
+        """Return a context that records tensors that `module` saves, with the name prefix `outside`.
 
         If reentrant checkpoints run layers again in backward, hooks stay until `backward` closes; if it is None, they are removed at the
         end.
@@ -403,7 +403,7 @@ def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss that a model returned, as its output or as `.loss` of its output; raise TraceError if there is none."""
+    """Return the loss that a model returned, itself or as `.loss`; raise TraceError if it returned none."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Tensor):
         loss = output

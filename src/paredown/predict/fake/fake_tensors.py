@@ -164,7 +164,7 @@ def _flat(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise TraceError unless `model` is a module, not wrapped for several processes, all of whose tensors can be traced."""
+    """Raise TraceError if `model` is no module, is wrapped for several processes, or has untraceable tensors."""
     if not isinstance(model, nn.Module):
         raise TraceError(f"the model is a torch.nn.Module, not {type(model).__name__}: trace_step(model, batch, ...).")
     if type(model).__name__ in WRAPPERS:
@@ -218,7 +218,7 @@ def _state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, Any]) -> None:
-    """Restore a module's attributes to `attributes`, and the contents of dicts, lists and sets among them to `copies`."""
+    """Restore a module's attributes to `attributes`, and those that are dicts, lists or sets to `copies`."""
     current = vars(module)
     for name in [name for name in current if name not in attributes]:
         del current[name]
@@ -241,7 +241,7 @@ def _same(container: Any, copy: Any) -> bool:
 
 @final
 class DeviceForms(TorchFunctionMode):
-    """A torch function mode in which operations on fake CPU tensors give the shapes, dtypes and saved tensors that they give on `device`.
+    """A torch function mode in which operations on fake CPU tensors behave as on `device`.
 
     With `in_graph`, torch.compile traces the operations: then they are CUDA's aten operations, not stand-ins, and tensors are not replaced.
     """
@@ -389,12 +389,12 @@ class AttentionCall(NamedTuple):
 
     @property
     def facts(self) -> tuple[tuple[Any, ...], dict[str, bool]]:
-        """Return the positional and the keyword arguments with which functions of `device_ops` are called for this attention."""
+        """Return the positional and keyword arguments for functions of `device_ops` about this attention."""
         return (self.query, self.key, self.value, self.mask), {"causal": self.is_causal, "grouped": self.is_grouped}
 
 
 def _attention(fused: Callable[[AttentionCall], Any]) -> Callable[..., Any]:
-    """Return a function that runs scaled_dot_product_attention as CUDA does; `fused` returns None if no fused kernel applies."""
+    """Return a function that runs attention as CUDA does; `fused` returns None if no fused kernel applies."""
 
     def form(
         query: Tensor,

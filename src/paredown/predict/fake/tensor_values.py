@@ -109,7 +109,7 @@ class ValuedFakeMode(FakeTensorMode):
         return out
 
     def know(self, fake: Tensor, tensor: Tensor) -> None:
-        """Record that the fake tensor `fake` has the values of `tensor`; do nothing if it is large or has no values itself."""
+        """Record that the fake tensor `fake` has the values of `tensor`, unless it is large or has none."""
         if tensor.numel() <= MAX_ASSUMED and not tensor.is_meta and not isinstance(tensor, FakeTensor):
             self._values[fake] = Value(lambda: tensor.detach().cpu())
 
@@ -138,7 +138,7 @@ class ValuedFakeMode(FakeTensorMode):
             return value.tensor().item()
 
     def _with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation whose result depends on values; return a number, or fake tensors of the sizes that result."""
+        """Run an operation whose result depends on values; return a number, or fake tensors."""
         if func is NUMBER:
             return self._number(self._value(args[0]))
         value = Value(_runs(func), self._inputs(args, kwargs))
@@ -154,7 +154,7 @@ class ValuedFakeMode(FakeTensorMode):
         return fake
 
     def _grouped_product(self, args: Any, kwargs: Any) -> Tensor:
-        """Return the fake result of a grouped matrix product; for fake tensors, torch implements it only in bfloat16."""
+        """Return the fake result of a grouped matrix product, which torch has in bfloat16 only."""
         with self:
             halves = (torch.empty_strided(t.shape, t.stride(), dtype=torch.bfloat16) for t in args[:2])
             out = GROUPED_PRODUCT(*halves, *args[2:], **kwargs)
@@ -200,7 +200,7 @@ def _assumed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _runs(func: Any) -> Callable[..., Any]:
-    """Return a function that runs an operation on real values; if the operation changes inputs, it gets copies of them."""
+    """Return a function that runs an operation on real values, and on copies of inputs that it changes."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if func._schema.is_mutable:
@@ -214,7 +214,7 @@ def _runs(func: Any) -> Callable[..., Any]:
 
 @contextmanager
 def _computing() -> Generator[None]:
-    """Return a context for operations on real values: torch's modes and gradients are off, and random numbers are fixed."""
+    """Return a context for operations on real values, without torch's modes and gradients, and seeded."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng(devices=()):
         torch.manual_seed(SEED)
         yield
