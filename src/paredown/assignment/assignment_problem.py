@@ -182,7 +182,7 @@ def rules_of(trace: Trace, formats: Formats, *, is_short: bool = True) -> Rules:
 def _activation_rules(trace: Trace, formats: Formats) -> list[tuple[str, Assignment]]:
     """Return rules for activations: one for the most frequent format, and further ones for other formats.
 
-    The rule for the role also packs masks.
+    The first rule is for the role as a whole, and also packs masks.
     """
     format_of: dict[str, Format | None] = {}
     for slot in trace.activations:

@@ -110,7 +110,7 @@ def _point(ledger: Ledger, chosen: Ints, load: Ints) -> AssignmentPoint:
 def downward_path(ledger: Ledger) -> Iterator[AssignmentPoint]:
     """Yield the choices of formats of the greedy search, from the baseline to the least memory.
 
-    That tensor adds the least error for each byte that it frees at the peak.
+    Each stores one more tensor in fewer bytes: the one that adds the least error for each byte that it frees at the peak.
     """
     chosen = ledger.starts.copy()
     load = ledger.load(chosen)

@@ -334,7 +334,7 @@ def load_calibration(device: str, device_name: str | None = None, path: Path | N
 
 
 def present_device_name(device: str) -> str | None:
-    """Return the name of this machine's GPU or processor; None without it, or if torch is not imported."""
+    """Return the name of this machine's GPU or processor; None if it has none, or if torch is not imported."""
     torch: Any = sys.modules.get("torch")
     if torch is None or (device == "cuda" and not torch.cuda.is_available()):
         return None

@@ -112,7 +112,7 @@ def with_parents(paths: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class CheckpointSpan:
-    """The ticks (positions of operations) at which a checkpointed module starts and ends in each pass."""
+    """The ticks (positions of operations) at which a checkpointed module starts and ends in forward and backward."""
 
     module: str
     start: int
@@ -254,7 +254,7 @@ def _input_name(row: Slot | Output, span: CheckpointSpan) -> str:
 
 
 def _input(slot: Slot, span: CheckpointSpan, reason: str) -> Slot:
-    """Return the slot of a saved tensor that is also an input of the checkpointed module, stored as such.
+    """Return the slot of a saved tensor that is also an input of the checkpointed module, changed to be stored for it.
 
     It is kept until backward of the module is done. `reason` says why it is not quantized, "" if it may be.
     """
@@ -327,7 +327,7 @@ def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
 
 
 def _extended(output: Output, span: CheckpointSpan) -> Output:
-    """Return `output`, living until the module's backward is done if it is an input of the checkpointed module."""
+    """Return `output`; if it is an input of the checkpointed module, it lives until the module's backward is done."""
     is_before = output.phase == "forward" and not output.slot and output.birth < span.start <= output.death
     is_input = is_before and (span.start <= output.used <= span.end or (output.used < 0 and output.death <= span.end + 1))
     return replace(output, death=max(output.death, span.backward_end)) if is_input else output
@@ -336,7 +336,7 @@ def _extended(output: Output, span: CheckpointSpan) -> Output:
 def _weight_used_twice(weight: Slot, span: CheckpointSpan, complete: int) -> Slot:
     """Return the slot of a weight that the checkpointed module reads in both of its forward passes.
 
-    From then on it is decoded again, until its gradient is complete at the tick `complete`.
+    For the second pass it is decoded again, until its gradient is complete at the tick `complete`.
     """
     return replace(weight, running=(*weight.running, (span.backward_start, max(span.backward_start, complete))))
 

@@ -454,7 +454,7 @@ def model_bytes(trace: Trace, plan: Plan) -> int:
 
 
 def peak_tick(held: Iterable[Interval], length: int) -> tuple[int, int]:
-    """Return (tick, bytes) where the intervals `held` take most bytes; `length` is the last tick of the step.
+    """Return the tick at which the intervals `held` take most bytes, and these bytes; `length` is the last tick.
 
     >>> peak_tick([Interval(Role.INPUT, "", 0, 2, 10), Interval(Role.INPUT, "", 2, 3, 5), Interval(Role.INPUT, "", 3, 4, 9)], 4)
     (2, 15)

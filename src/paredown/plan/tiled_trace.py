@@ -129,7 +129,7 @@ class _TiledStep:
         return next((self._places[path] for path in paths if path in self._places), -1)
 
     def _unsaved_inputs(self, slots: list[Slot], outputs: list[Output]) -> list[Slot]:
-        """Return new slots for inputs of modules that only tiles save, and name them in `outputs`."""
+        """Return new slots for the inputs that only tiled modules save, and name them in `outputs`."""
         number = max((slot.storage for slot in slots), default=-1)
         missing = set(self._places) - {saver.name.partition(":")[0] for slot in slots for saver in slot.savers if saver.op == TILES}
         found: list[Slot] = []

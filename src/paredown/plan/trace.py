@@ -257,7 +257,7 @@ class Trace:
 
     @property
     def kept_activations(self) -> tuple[Slot, ...]:
-        """Return the activations that exist when backward begins, without those of layers that run again."""
+        """Return the activations that exist when backward begins, not those saved when layers run again."""
         return tuple(slot for slot in self.activations if slot.birth <= self.backward_at)
 
     def of(self, role: Role) -> tuple[Slot, ...]:
@@ -346,7 +346,7 @@ def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Res
 
 
 def _once(slots: tuple[Slot, ...]) -> list[Slot]:
-    """Return one slot for each torch storage, so that shared bytes count once, and all of unknown storage."""
+    """Return one slot for each torch storage, so that shared bytes count once, and all without a known storage."""
     seen: set[int] = set()
     return [slot for slot in slots if slot.storage == -1 or not (slot.storage in seen or seen.add(slot.storage))]
 

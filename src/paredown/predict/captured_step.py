@@ -52,7 +52,7 @@ BITS = Format.parse("uint4/64@bf16+bf16").bits_per_value  # of inputs of norms i
 
 @dataclass(frozen=True)
 class Partition:
-    """A forward graph and its backward graph, split from AOTAutograd's joint graph (None without gradients).
+    """A forward graph and, unless nothing needs a gradient, a backward graph, split from AOTAutograd's joint graph.
 
     The outputs of forward from index `num_outputs` on are the tensors saved for backward.
     """
@@ -64,7 +64,7 @@ class Partition:
 
 @dataclass
 class CapturedGraph:
-    """A graph of a compiled step, split into forward and backward in three ways: unpacked, packed, in 4 bits.
+    """A graph of a compiled step, split into forward and backward for unpacked, packed and 4-bit activations.
 
     `joint` has facts about the nodes of the graph before it was split.
     """
@@ -108,7 +108,7 @@ class AllPartitions(CustomPartitionerFn):
         return "paredown trace"
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return the forward and backward graph without packing, after `on_graph` got all three splits."""
+        """Return forward and backward graph without packing, and call `on_graph` with all three splits."""
         joint = joint_graph(gm, options)
         packed = partition(gm, joint_inputs, options)
         saved = chains_to_save(packed[1].graph, dict.fromkeys((node.name for node in packed[0].graph.nodes), BITS))
@@ -141,7 +141,7 @@ class GraphCapture:
         self._forms = DeviceForms(step.device, step.fakes, in_graph=True) if step.device == "cuda" else nullcontext()
 
     def __deepcopy__(self, memo: Any) -> GraphCapture:
-        """Return this object itself, which has no copies, since Lightning copies the arguments of torch.compile."""
+        """Return this object itself, so that Lightning can copy arguments of torch.compile that contain it."""
         return self
 
     def forward(self, arguments: Arguments) -> Any:
@@ -164,7 +164,7 @@ class GraphCapture:
 
     @contextmanager
     def _recorded_loss(self) -> Generator[None]:
-        """Return a context in which operations of a loss in chunks, between two graphs, are recorded."""
+        """Return a context that records operations of a loss in chunks, which run between two graphs."""
         step = self.step
 
         @contextmanager

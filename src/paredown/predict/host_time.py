@@ -182,7 +182,7 @@ class HostMeasurement:
         self.draft = replace(draft, timed=self.calls.timed if self.is_cpu else {})
 
     def costs(self, text: str, is_late: Callable[[], bool]) -> tuple[HostCost, float]:
-        """Return the measured costs of the host, and the host seconds for packing one tensor.
+        """Return the measured costs of the host, and its seconds for packing a tensor in the format `text`.
 
         If `is_late()` is true, packed weights are not measured, since their optimizer has kernels to compile: a packed weight is taken to
         cost as much as two packed tensors.

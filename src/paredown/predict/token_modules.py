@@ -187,7 +187,7 @@ def _held(step: Any, call: TracedCall, run: Callable[[Tensor], Tensor], length: 
 
 
 def _bytes_by_tick(step: Any, there: list[Tensor], run: Callable[[], list[Any]]) -> tuple[list[int], list[Any]]:
-    """Return the bytes that `run` holds at each tick, without its first result, and its results.
+    """Return (bytes that `run` holds at each tick, without those of its first result; its results).
 
     `there` are tensors that exist before the call.
     """

@@ -222,7 +222,7 @@ class FakeStep:
     def _square_masks_are_causal(self) -> Generator[None]:
         """Return a context in which nn.Transformer takes square attention masks to be causal.
 
-        It would compare the values of a mask, which fake tensors do not have.
+        Otherwise it would compare the values of a mask, which fake tensors do not have.
         """
         before = transformer._detect_is_causal_mask
 

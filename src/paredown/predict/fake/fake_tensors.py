@@ -218,7 +218,7 @@ def _state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, Any]) -> None:
-    """Restore a module's attributes to `attributes`, and those that are dicts, lists or sets to `copies`."""
+    """Restore a module's attributes, and the contents of those that are dicts, lists or sets from `copies`."""
     current = vars(module)
     for name in [name for name in current if name not in attributes]:
         del current[name]

@@ -109,7 +109,7 @@ class ValuedFakeMode(FakeTensorMode):
         return out
 
     def know(self, fake: Tensor, tensor: Tensor) -> None:
-        """Record that the fake tensor `fake` has the values of `tensor`, unless it is large or has none."""
+        """Record that the fake tensor `fake` has the values of `tensor`, unless that is large or has none."""
         if tensor.numel() <= MAX_ASSUMED and not tensor.is_meta and not isinstance(tensor, FakeTensor):
             self._values[fake] = Value(lambda: tensor.detach().cpu())
 
@@ -154,7 +154,7 @@ class ValuedFakeMode(FakeTensorMode):
         return fake
 
     def _grouped_product(self, args: Any, kwargs: Any) -> Tensor:
-        """Return the fake result of a grouped matrix product, which torch has in bfloat16 only."""
+        """Return the fake result of a grouped matrix product; torch has one for bfloat16 only."""
         with self:
             halves = (torch.empty_strided(t.shape, t.stride(), dtype=torch.bfloat16) for t in args[:2])
             out = GROUPED_PRODUCT(*halves, *args[2:], **kwargs)
@@ -214,7 +214,7 @@ def _runs(func: Any) -> Callable[..., Any]:
 
 @contextmanager
 def _computing() -> Generator[None]:
-    """Return a context for operations on real values, without torch's modes and gradients, and seeded."""
+    """Return a context for operations on real values: no modes of torch, no gradients, fixed random numbers."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng(devices=()):
         torch.manual_seed(SEED)
         yield
