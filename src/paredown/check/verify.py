@@ -1,4 +1,4 @@
-"""`verify(model, batch, plan)` compares gradients under a plan with those of the unmodified model, parameter by parameter.
+"""`verify(model, batch, plan)` compares gradients under a plan with those of the baseline, parameter by parameter.
 
     the unmodified step, twice     the baseline; if its two results differ, the tolerance of both plans is widened by that difference; tiles
                                    widen it by that of sums in another order

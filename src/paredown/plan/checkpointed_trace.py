@@ -1,4 +1,4 @@
-"""`checkpointed_trace` predicts the trace of a step with activation checkpointing of some modules from the trace without it.
+"""`checkpointed_trace` predicts a step's trace with activation checkpointing of some modules, from the trace without it.
 
 A tensor that only operations inside of a checkpointed module saved lives in forward as long as forward needs it, and again from the tick
 at which backward of the module begins. The module's inputs are stored until its backward is done: those that need a gradient are slots of

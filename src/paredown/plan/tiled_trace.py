@@ -1,4 +1,4 @@
-"""`tiled_trace` predicts the trace of a step in which modules run over pieces of the sequence (tiles) from the trace without tiles.
+"""`tiled_trace` predicts the trace of a step whose modules run over pieces of the sequence, from the trace without these tiles.
 
 What a module allocates inside is replaced by what its pieces need (`TokenModule`, which `trace_step` measures): in forward, and in backward
 with sums of the gradients of its parameters. Its input is stored until its backward is done. Its output, and the gradients of input and

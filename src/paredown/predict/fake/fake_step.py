@@ -1,4 +1,4 @@
-"""`FakeStep` runs forward, loss and backward of a model on fake tensors and records the tensors that they allocate and save.
+"""`FakeStep` runs forward, loss and backward of a model on fake tensors, and records what they allocate and save.
 
 The step runs on the CPU with the operations of the target device (predict/fake/fake_tensors.py). A `Timeline` gives each operation a tick
 and records every allocation (predict/timeline.py); a `Recorder` packs every saved tensor that can be packed (predict/saved_lifetimes.py).
