@@ -382,8 +382,8 @@ class Ledger:
     def changed_peaks(self, chosen: Ints, load: Ints, changes: Ints, columns: Ints | None = None) -> Ints:
         """Return the peak bytes after each of several possible changes to a choice of formats.
 
-        `load` has the bytes at each tick before. `changes` is (changes, 2): the new options (rows) of two items, equal if one item changes.
-        `columns` are the ticks to look at; None for all.
+        `load` has the bytes at each tick before. `changes` is (changes, 2): the new rows of two items (groups of tensors), equal if one
+        changes. `columns` are the ticks to look at; None for all.
         """
         first, second = changes[:, 0], changes[:, 1]
         before, is_pair = chosen[self.item_of], first != second

@@ -405,9 +405,9 @@ class _SecondPass:
             )
 
     def _part(self, slot: Slot, part: Part, read: int) -> Part:
-        """Return the packed data `part` of `slot` with the times that it has if the second pass saves it.
+        """Return the packed data `part` of `slot` with the ticks that it has if forward saves it again in backward.
 
-        `read` is the tick at which the first pass reads the tensor last.
+        `read` is the tick at which the first forward pass reads the tensor last.
         """
         at = self.span.backward_start
         packed = at + (min(part.packed, read) > self.moment)

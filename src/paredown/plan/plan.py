@@ -286,7 +286,7 @@ class Plan:
         return first_match(self.recomputed, names) is not None
 
     def offloads(self, name: str) -> bool:
-        """Return whether the plan moves the packed values of the activation called `name` to host memory.
+        """Return whether the plan asks for packed values of the activation called `name` in host memory.
 
         >>> Plan().offloading("layers.0.*").offloads("layers.0.mlp.1:input")
         True
