@@ -1,4 +1,4 @@
-"""A plan at work on a model: a session, its changes, and the parts that pack activations and weights."""
+"""Applies a plan to a model: a session packs activations and weights, and reports what is not stored as the plan requests."""
 
 from __future__ import annotations
 

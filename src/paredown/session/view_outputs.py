@@ -31,7 +31,7 @@ NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class ViewOutputs:
-    """Hooks that replace module outputs that are views, so that in-place operations on them can be packed.
+    """Replaces module outputs that are views, so that tensors saved by in-place operations on these outputs can be packed.
 
     Outputs of `Linear` are replaced only if a module of the model works in place.
 
@@ -57,7 +57,7 @@ class ViewOutputs:
 
 
 def without_view(replaces: type[Tensor], module: nn.Module, args: Any, output: Any) -> Tensor | None:
-    """Return `output`, a view of type `replaces`, as a tensor that is no view; None if it need not be replaced."""
+    """Return a tensor that is no view in place of the module's `output`; None if this is not a view of type `replaces`."""
     if type(output) is not replaces or output.grad_fn is None or not output._is_view() or global_hooks._global_forward_hooks:
         return None
     return torch.ops.aten._unsafe_view(output, output.size())

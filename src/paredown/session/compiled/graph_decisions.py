@@ -40,7 +40,7 @@ DYNAMIC = "its sizes are dynamic, more than one of them or in a way that blocks 
 
 @dataclass(frozen=True)
 class GraphDecision:
-    """The decision how one saved tensor of a compiled graph is stored: its format, or None and the reason."""
+    """How one saved tensor of a compiled graph is stored: its format, or None and the reason why it is not packed."""
 
     slot: GraphSlot
     asked: Format | None
@@ -53,10 +53,10 @@ class GraphDecision:
 
 @dataclass(frozen=True)
 class ValueCheck:
-    """Measured numbers of a compiled graph, and the slots that stay unmodified if these numbers are too large.
+    """Names the slots of a compiled graph that stay unmodified if some of the numbers that the graph measures are too large.
 
-    `first`, `count`: where they are among the numbers of the graph. `reason`: a function from the numbers to a reason not to pack the
-    slots, or "" if the numbers are small enough.
+    `first`, `count`: the position of these numbers among all that the graph measures. `reason` is a function from them to a reason not
+    to pack the slots, or "" if the numbers are small enough.
     """
 
     slots: tuple[GraphSlot, ...]
@@ -129,7 +129,7 @@ def _gaps(value: Tensor) -> bool:
 
 
 def sizes_in_memory(value: Tensor, order: list[int]) -> list[int]:
-    """Return the sizes of a tensor in the order of its memory; -1 for a dynamic size."""
+    """Return the sizes of the dimensions `order` of a tensor; -1 for a dynamic size."""
     return [size if isinstance(size := value.shape[d], int) else -1 for d in order]
 
 
@@ -162,7 +162,7 @@ def fits_bits(value: Tensor) -> bool:
 def mask_codec(value: Tensor, order: list[int]) -> tuple[Callable[[Tensor], tuple[Tensor]], Callable[[Tensor], Tensor]]:
     """Return two functions that encode and decode a boolean tensor: as bits where `fits_bits`, otherwise as a copy.
 
-    `order`: the dimensions of the tensor as they lie in memory.
+    `order`: the dimensions of the tensor, the largest stride first.
     """
     if not fits_bits(value):
         return lambda x: (x.clone(),), lambda saved: saved.clone()

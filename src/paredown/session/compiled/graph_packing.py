@@ -164,9 +164,9 @@ class PlanPartitioner(CustomPartitionerFn):
         return forward, backward
 
     def _recompute(self, editor: GraphEditor, joint: JointGraph, report: GraphReport) -> set[str]:
-        """Make backward recompute the saved tensors that the plan names, and return the names of the tensors that this needs.
+        """Make backward recompute the saved tensors that the plan names, and return the names of the tensors which it reads for that.
 
-        A plan names a tensor only if no other tensor has the same name.
+        A name in the plan that several saved tensors have stands for none of them.
         """
         found, chosen = recomputable_tensors(editor.forward.graph, editor.num_outputs), dict[str, RecomputedTensor]()
         slots = {n: slot_of(editor.placeholders[n.name], joint) for n in editor.saved_floats() if n.name in joint.of_inputs}
@@ -212,9 +212,9 @@ class PlanPartitioner(CustomPartitionerFn):
         return [pair for pair in chosen if pair not in shared]
 
     def _decision(self, node: fx.Node, slot: GraphSlot, held: str) -> GraphDecision:
-        """Return the decision how a saved tensor is stored.
+        """Return how the saved tensor `node` is stored.
 
-        `held`: the reason why its memory stays allocated anyway, or "".
+        `held`: the reason why its memory stays allocated even if it is packed, or "".
         """
         value: Tensor = node.meta["val"]
         numel = hint(value.numel())
@@ -241,7 +241,7 @@ class PlanPartitioner(CustomPartitionerFn):
 
 
 def small_tensors(chosen: Sequence[tuple[fx.Node, GraphDecision]]) -> list[tuple[fx.Node, GraphDecision]]:
-    """Return the smallest of the tensors that a graph would pack on a GPU: as in eager mode, they are not worth a launch each."""
+    """Return the smallest of the `chosen` tensors on a GPU, which are left unmodified since packing costs a launch for each."""
     largest = max_left_bytes([d.unmodified_bytes for _, d in chosen])
     return [(node, d) for node, d in chosen if node.meta["val"].is_cuda and d.unmodified_bytes <= largest]
 
@@ -288,7 +288,7 @@ class PlanBackend:
     inductor: Any  # torch's own backend, which resolved mode and options
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """Return a graph of Dynamo, to be compiled by Inductor with a plan at work."""
+        """Compile a graph of Dynamo by Inductor, with packing of saved tensors, and return the function that runs it."""
         return PackedGraph(self, gm, example_inputs)
 
     def roots(self, gm: fx.GraphModule, example_inputs: list[Any]) -> dict[str, str]:
@@ -365,7 +365,7 @@ def _row_choices() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _more_inputs(graph: fx.Graph, examples: Sequence[Tensor]) -> Generator[None]:
-    """Return a context in which a graph of Dynamo has additional inputs at the end, of which `examples` are given."""
+    """Return a context in which a graph of Dynamo has additional inputs at its end, one for each tensor of `examples`."""
     added: list[fx.Node] = []
     for i, example in enumerate(examples):
         placeholders = graph.find_nodes(op="placeholder")

@@ -78,11 +78,11 @@ def _transpose(graph: fx.Graph, chain: Sequence[fx.Node]) -> fx.Node:
 
 
 def call_transposes(backward: fx.GraphModule) -> None:
-    """Insert one operation for each transpose of codes in a backward graph, so that Inductor does not fuse it.
+    """Make each transpose of 8-bit codes in a backward graph one operation, which Inductor does not fuse.
 
-    On CUDA it fuses them into reductions; the operation is a kernel. On a CPU it fuses them with the decoding of a packed input, whose
-    blocks it makes a loop of, and fails where tokens and inputs differ in number (`try_loop_split` of torch 2.13, an AssertionError).
-    This is done after graphs are partitioned: the partitioner would save the result of an operation that it does not know.
+    On CUDA Inductor would fuse transposes into reductions; the operation is a kernel of its own. On a CPU it would fuse them with the
+    decoding of a packed input, and fail where tokens and inputs differ in number (`try_loop_split` of torch 2.13, an AssertionError).
+    Graphs are partitioned before that, since the partitioner would save the result of an operation that it does not know.
     """
     graph = backward.graph
     for node in list(graph.nodes):

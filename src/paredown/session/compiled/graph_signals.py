@@ -59,7 +59,7 @@ class SlotMeasure:
 
     @staticmethod
     def of(decision: Any, seed: int) -> SlotMeasure:
-        """Return the measure of a tensor that is packed by the decision `decision`."""
+        """Return the function that measures a tensor which is packed in the format and rounding of `decision`."""
         return SlotMeasure(decision.slot, decision.format, decision.rounding, seed)
 
     def __call__(self, flat: Tensor, step: Tensor, *parts: Tensor) -> Tensor:

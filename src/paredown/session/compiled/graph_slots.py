@@ -1,4 +1,4 @@
-"""Which slot a saved tensor of a compiled graph is, and what backward needs of it.
+"""Finds the slots of a compiled graph's saved tensors (their names in eager mode), and what backward needs of these tensors.
 
 torch.compile traces forward and backward into one joint graph of aten operations, then partitions it. Each node keeps `seq_nr`, the number
 of the autograd operation that it belongs to (the same in forward and backward), `original_aten`, the operation before decomposition, and
@@ -84,7 +84,7 @@ class GraphSlot:
 
 @dataclass
 class JointGraph:
-    """The operations of the model in a joint graph, by node name; the partitioned graphs keep the names."""
+    """The operations of the model that are found in a joint graph of forward and backward, before it is partitioned."""
 
     operations: dict[int, GraphOperation] = field(default_factory=dict)  # by seq_nr
     numbers: dict[str, int] = field(default_factory=dict)  # seq_nr of every node
@@ -142,9 +142,9 @@ def read_joint_graph(
 
 
 def _equal_nodes(graph: fx.Graph, unique: Set[str]) -> dict[fx.Node, fx.Node]:
-    """Return which node replaces each node when the partitioner merges equal operations.
+    """Return, for each node, the node that replaces it when the partitioner merges equal operations.
 
-    A node replaces itself if its name is in `unique`.
+    Nodes with a name in `unique` are not replaced.
     """
     found: dict[fx.Node, fx.Node] = {}
     first: dict[tuple[Any, str], fx.Node] = {}
@@ -164,7 +164,7 @@ def is_backward(node: fx.Node) -> bool:
 
 
 def slot_of(saved: fx.Node, joint: JointGraph) -> GraphSlot:
-    """Return the slot that a saved tensor of a compiled graph is, given its placeholder in the backward graph."""
+    """Return the slot names of a saved tensor and what backward needs of it, given its placeholder in the backward graph."""
     uses = list(_uses(saved, joint))
     names = tuple(dict.fromkeys(name for _, name, _, _ in sorted(uses, key=lambda use: use[0])))
     exact = next((reason for _, _, needs, reason in uses if needs.use is Use.EXACT), "")
@@ -215,9 +215,9 @@ def _uses(saved: fx.Node, joint: JointGraph) -> Iterator[FoundUse]:
 
 @dataclass(frozen=True, eq=False)
 class Reached:
-    """A value that backward computes from a saved tensor.
+    """A value that backward recomputes from a saved tensor, with the way that led to it.
 
-    `number`: the seq_nr of its operation. `entry`: the input of that operation on the way from the saved tensor.
+    `number`: the seq_nr of the operation that computes it. `entry`: the input of this operation that depends on the saved tensor.
     """
 
     value: fx.Node
@@ -288,7 +288,7 @@ def _operand(value: fx.Node, user: fx.Node, operation: GraphOperation) -> Operan
 
 
 def _input(value: fx.Node, operation: GraphOperation, inputs: list[tuple[str, Operand]]) -> Operand:
-    """Return the operand of `operation` that `value` is; if it is several, the one that allows the least rounding."""
+    """Return the operand of `operation` that `value` is; if it is several operands, the one that allows the least rounding."""
     second = [node for node in operation.nodes if len(node.args) > 1 and _is_same(node.args[1], value)]
     first = [node for node in operation.nodes if node.args and _is_same(node.args[0], value)]
     named = dict(inputs)

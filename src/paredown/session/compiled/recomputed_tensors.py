@@ -164,9 +164,9 @@ def _flops(node: fx.Node) -> int:
 def recompute_saved(
     forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, tensors: Iterable[RecomputedTensor]
 ) -> None:
-    """Edit both graphs so that backward recomputes these saved tensors and forward does not save them.
+    """Edit both graphs so that backward recomputes the saved tensors `tensors` and forward does not save them.
 
-    No tensor may be a source of another.
+    None of these tensors may be recomputed from another of them.
     """
     returned: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
     for tensor in tensors:
@@ -184,7 +184,7 @@ def recompute_saved(
 
 
 def _compute_before(first: fx.Node, node: fx.Node, known: dict[str, fx.Node], order: dict[fx.Node, int]) -> None:
-    """Copy the computation of a forward node into backward, before the node `first`; move it there if backward has it later.
+    """Copy a forward node into backward, in front of the node `first`, or move it there if backward computes it later.
 
     `known`: backward's nodes by name. `order`: the positions of backward's nodes.
     """
@@ -203,9 +203,9 @@ def _compute_before(first: fx.Node, node: fx.Node, known: dict[str, fx.Node], or
 
 
 def _pass_on(node: fx.Node, graph: fx.Graph, returned: list[Any], num_outputs: int) -> fx.Node:
-    """Make forward save a node, and return the node's new placeholder in the backward graph `graph`.
+    """Make forward save the tensor of a node, and return its new placeholder in the backward graph `graph`.
 
-    `returned`: forward's results, of which the first `num_outputs` are its own.
+    `returned`: forward's results, of which the first `num_outputs` are the model's outputs.
     """
     _save(node, returned, num_outputs)
     with graph.inserting_after(last_saved(graph)):
@@ -217,7 +217,7 @@ def _pass_on(node: fx.Node, graph: fx.Graph, returned: list[Any], num_outputs: i
 def save_recomputed(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, names: Set[str]) -> None:
     """Edit both graphs so that forward saves tensors that backward recomputed before.
 
-    Saved tensors that only the recomputation read are dropped.
+    Saved tensors that backward read for this recomputation alone are no longer saved.
     """
     output, computed = forward.graph.output_node(), {node.name: node for node in forward.graph.nodes}
     returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -244,10 +244,10 @@ def end_of_tensors(returned: list[Any], num_outputs: int) -> int:
 
 
 def last_saved(backward: fx.Graph) -> fx.Node:
-    """Return the last placeholder of a backward graph that stands for something saved in forward, not for a tangent."""
+    """Return the last placeholder of a backward graph that stands for a saved value, rather than for a tangent."""
     return [p for p in backward.find_nodes(op="placeholder") if not _is_tangent(p)][-1]
 
 
 def is_tensor(node: Any) -> bool:
-    """Return whether a node of a graph is a tensor."""
+    """Return whether the value of a graph's node is a tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
