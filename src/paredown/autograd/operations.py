@@ -1,4 +1,4 @@
-"""The backward of each operation: what it needs of every tensor that autograd saved for it, one row for each kind of node.
+"""States what the backward of each operation needs of every tensor that autograd saved for it, one row for each kind of node.
 
 To support the backward of another operation, add a row here; tracing, prediction and sessions read this table.
 
@@ -42,7 +42,7 @@ class Use(str, Enum):
 
 @dataclass(frozen=True)
 class Pin:
-    """A lower bound on the precision in which an operand may be stored, in significant bits (int8 has 7, e4m3 4, bf16 8)."""
+    """The least precision in which a saved tensor may be stored, in significant bits (int8 has 7, e4m3 4, bf16 8), and why."""
 
     significant_bits: int
     reason: str
@@ -52,8 +52,8 @@ class Pin:
 class Needs:
     """What backward needs of a saved tensor, and the limits on the format in which it may be stored.
 
-    `is_centered`: backward subtracts a mean from it (norms) or it from 1 (tanh, sigmoid), so its format must resolve small differences
-    beside a large mean.
+    `is_centered`: backward subtracts a mean from the tensor (norms) or the tensor from 1 (tanh, sigmoid), so its format must resolve small
+    differences beside a large mean.
     """
 
     use: Use = Use.VALUE
@@ -93,18 +93,18 @@ class Operand:
     name: str
     use: Use = Use.VALUE
     pin: Pin | None = None
-    bound: Bound | None = None  # of INDEX: a function of the node that returns a bound which all values are below
-    reason: str = ""  # of EXACT: why it is not quantized
+    bound: Bound | None = None  # for the use INDEX: a function of the node that returns a number which all values are below
+    reason: str = ""  # for the use EXACT: why the tensor is not quantized
     is_centered: bool = False  # as in `Needs`
     exact_if: Condition | None = None  # a function of the node that returns whether the use is EXACT instead
 
     def at(self, node: Any) -> Operand:
-        """Return what this `node` needs of the operand, which may be more than the table says for all nodes of its kind."""
+        """Return this operand as backward of one `node` needs it: its use is EXACT if `exact_if` says so for the node."""
         return replace(self, use=Use.EXACT) if self.exact_if is not None and self.exact_if(node) else self
 
     @property
     def is_minor(self) -> bool:
-        """Whether the tensor is never packed, as statistics, library state and parameters are not."""
+        """Whether the tensor is a statistic, library state or a parameter, which are never packed."""
         return self.reason in (STATISTIC, STATE, PARAMETER)
 
 
@@ -127,10 +127,7 @@ def _plane_of_input(node: Any) -> int:
 
 
 def _classes(node: Any) -> int:
-    """Return the number of classes, an upper bound for class targets; None where targets may be negative.
-
-    If targets may be a negative ignore_index (-100), they need a signed integer, so more than a byte.
-    """
+    """Return a number that all class targets are below; it is above 256 if ignore_index is negative, which takes a signed dtype."""
     classes, ignored = node._saved_self.shape[1 if node._saved_self.dim() > 1 else 0], int(node._saved_ignore_index)
     return max(classes, ignored + 1) if ignored >= 0 else max(classes, (1 << 8) + 1, 1 - ignored)
 
@@ -306,7 +303,7 @@ ROWS: dict[str, OperationRow] = {
 
 @cache
 def row_of(node_name: str) -> OperationRow:
-    """Return the row of the table of operations for autograd nodes of this name, or an empty row."""
+    """Return the row in the table of operations for autograd nodes of this name; a row without operands if there is none."""
     base_name = node_name.removesuffix("0").removesuffix("1").removesuffix("2").removesuffix("Backward")
     return ROWS.get(base_name) or OperationRow(base_name)
 
@@ -314,7 +311,7 @@ def row_of(node_name: str) -> OperationRow:
 def unknown_operand(attribute: str, *, is_float: bool, is_bool: bool, is_custom: bool) -> Operand:
     """Return what backward is assumed to need of a saved tensor whose operation is not in the table.
 
-    `attribute`: autograd's name of the tensor. `is_custom`: a custom autograd function saved it.
+    `attribute`: autograd's name of the tensor. `is_custom`: whether a custom autograd function saved it.
     """
     if is_float:
         return Operand(attribute, pin=UNKNOWN) if is_custom else _exact(attribute, UNKNOWN.reason)
@@ -353,7 +350,7 @@ def input_operand(number: int) -> str:
 
 
 def reason_of_ops(ops: Iterable[str]) -> str:
-    """Return why inputs of a checkpointed layer with these operations must be kept exactly; "" if they may be quantized.
+    """Return why the inputs of a checkpointed layer that has these operations must be kept exactly; "" if they may be quantized.
 
     >>> reason_of_ops(["addmm", "relu"])
     'the checkpointed layer applies relu: from a rounded input, comparisons would have other results when it runs again'
@@ -373,19 +370,19 @@ SECOND_PASS_USES = (Use.VALUE, Use.SIGN, Use.MASK, Use.SHAPE)
 
 
 def is_stored_in_second_pass(op: str, needs: Needs) -> bool:
-    """Return whether a tensor that this operation saves may be packed while backward runs a checkpointed layer again."""
+    """Return whether a tensor that operation `op` saves may be packed when backward runs a checkpointed layer again."""
     return needs.use in SECOND_PASS_USES and needs.pin not in ATTENTION_PINS and op not in PERIODIC and not needs.is_centered
 
 
 def is_large_in_second_pass(nbytes: int) -> bool:
-    """Return whether a storage of `nbytes` is large enough to be packed while backward runs a checkpointed layer again."""
+    """Return whether a storage of `nbytes` is large enough to be packed when backward runs a checkpointed layer again."""
     return nbytes >= MIN_SECOND_PASS_BYTES
 
 
 def max_left_bytes(sizes: Collection[int]) -> int:
-    """Return the size up to which the smallest saved tensors stay unmodified on a GPU, given the sizes of all.
+    """Return the size in bytes up to which the smallest saved tensors stay unmodified on a GPU.
 
-    `sizes`: of all tensors that could be packed.
+    `sizes`: the bytes of all tensors that could be packed.
 
     >>> max_left_bytes([1, 1, 1, 2, 3000]), max_left_bytes([5, 5, 3000]), max_left_bytes([100] * 9)
     (2, 0, 0)
