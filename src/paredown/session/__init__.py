@@ -1,4 +1,4 @@
-"""Applies a plan to a model: a session packs activations and weights, and reports what is not stored as the plan requests."""
+"""Applies a plan to a model: packs activations and weights, and reports what is stored otherwise."""
 
 from __future__ import annotations
 

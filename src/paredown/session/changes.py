@@ -93,7 +93,7 @@ REPLICATED = (
 
 @dataclass(frozen=True)
 class Change:
-    """A slot (one tensor of the step) that is stored in the format `given`, while the plan requests the format `asked`."""
+    """A slot (a tensor of the step) that is stored in the format `given`, while the plan requests `asked`."""
 
     slot: str
     asked: str
@@ -102,7 +102,7 @@ class Change:
 
 
 class Changes(TableRows[Change]):
-    """The value of `session.changes`: a `Change` for each tensor that is not stored as requested, printed as a table."""
+    """The value of `session.changes`: a `Change` for each tensor that is not stored as requested; prints as a table."""
 
     __slots__ = ()
     columns = ("slot", "asked", "given", "why")
@@ -110,7 +110,7 @@ class Changes(TableRows[Change]):
 
 
 def beside_original(format: str) -> str:
-    """Return the text for a tensor that is packed in `format` while its original stays in memory too, so that packing saves nothing."""
+    """Return the text for a tensor that is packed in `format` although its original stays in memory too."""
     return f"{format} {BESIDE_ORIGINAL}"
 
 
@@ -125,7 +125,7 @@ def describe_state(state: Any) -> str:
 
 @dataclass(frozen=True)
 class Action:
-    """A change that a guard made during training: from step `step` on, `slot` has the format `after` instead of `before`."""
+    """A change made by a guard during training: from step `step` on, `slot` has format `after`, not `before`."""
 
     step: int
     slot: str
@@ -148,7 +148,7 @@ class Actions(TableRows[Action]):
 
 @dataclass(frozen=True)
 class SlotExplanation:
-    """A row of `session.explain()`: the format that the plan requests for a slot, the one in use, and the reason."""
+    """A row of `session.explain()`: requested format, format in use and the reason, for one tensor of the step."""
 
     slot: str
     asked: str
@@ -157,14 +157,14 @@ class SlotExplanation:
 
 
 class Explanation(TableRows[SlotExplanation]):
-    """The result of `session.explain()`: a row for each slot, printed as a table."""
+    """The result of `session.explain()`: a row for each tensor of the step, printed as a table."""
 
     __slots__ = ()
     columns = EXPLANATION_COLUMNS
     if_empty = NO_ROWS
 
     def of(self, slot: str) -> SlotExplanation:
-        """Return the row of this slot; raise KeyError if there is none."""
+        """Return the row of the tensor with the slot name `slot`; raise KeyError if there is none."""
         row = next((row for row in self if row.slot == slot), None)
         if row is None:
             raise KeyError(f"{slot} is no slot of this session, which has {len(self)} slots; print the explanation for their names")
@@ -212,9 +212,9 @@ def recompute_changes(plan: Plan, compiled_paths: Iterable[str], *, is_eager: bo
 
 
 def requests_without_tensor(plan: Plan, slots: Collection[tuple[tuple[str, ...], Role]]) -> list[tuple[str, str]]:
-    """Return the (slot, format) pairs that the plan requests for tensors that store mode does not have, such as master weights.
+    """Return (slot, format) pairs that the plan requests for tensors that store mode lacks, such as master weights.
 
-    There is one pair for a whole role, and one for each of the model's `slots` (names, role) whose format differs from its role's format.
+    There is one pair for a whole role ("master"), and one for each of the model's `slots` (names, role) with another format than its role.
     """
     rows: list[tuple[str, str]] = []
     for role in (role for role in FORMATTED if role in (Role.MASTER, Role.ERROR)):
@@ -227,7 +227,7 @@ def requests_without_tensor(plan: Plan, slots: Collection[tuple[tuple[str, ...],
 
 
 def explain_session(plan: Plan, activations: Activations, changes: Changes, actions: Actions, slots: Container[str]) -> Explanation:
-    """Return the result of `session.explain()`: a row for every activation in `slots`, and for every other slot in `changes`."""
+    """Return the result of `session.explain()`: rows for activations in `slots`, and other tensors in `changes`."""
     rows = [row for row in _activations(plan, activations, actions) if row.slot in slots]
     explained = {row.slot for row in rows}
     rows += [
@@ -333,7 +333,7 @@ def _rank(given: str, reason: str, slot: str) -> int:
 
 
 def stored_bytes(model: nn.Module | None, activations: Activations, weights: Iterable[Weight]) -> tuple[StoredBytes, ...]:
-    """Return the bytes of activations, packed weights, optimizer state and gradients, as stored and as in the unmodified model.
+    """Return the bytes of activations, packed weights, optimizer state and gradients, with the plan and without it.
 
     If `model` is None, since the model was deleted, only the activations are counted.
     """
@@ -348,7 +348,7 @@ def stored_bytes(model: nn.Module | None, activations: Activations, weights: Ite
 
 
 def peak_memory(model: nn.Module | None, plan: Plan, trace: Trace | None) -> str:
-    """Return a text on peak memory: the peaks that `trace` predicts with and without the plan and, on a GPU, the measured one."""
+    """Return a text on peak memory: predicted by `trace` with and without the plan and, on a GPU, measured."""
     devices = sorted({str(p.device) for p in model.parameters() if p.device.type == "cuda"}) if model is not None else []
     texts = [f"{say_bytes(torch.cuda.max_memory_allocated(device))} allocated on {device}" for device in devices]
     if trace is not None:
@@ -379,7 +379,7 @@ def _state_bytes(model: nn.Module) -> list[StoredBytes]:
 
 
 def requests_optimizer(model: nn.Module, plan: Plan) -> bool:
-    """Return whether a plan requests formats for trained parameters or their state, which needs an optimizer of paredown.optim."""
+    """Return whether a plan has formats for trained parameters or their state, which paredown.optim implements."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and not is_small(parameter.shape)]
     return any(plan.find((name,), role).format is not None for name in trained for role in (Role.WEIGHT, *STATE))
 
@@ -412,7 +412,7 @@ def state_changes(model: nn.Module, plan: Plan, *, awaits_optimizer: bool = Fals
 
 
 def _absent_moments(requested: Sequence[tuple[Tensor, Role, str]]) -> Iterator[Change]:
-    """Yield a `Change` for each optimizer moment that the plan requests and that no optimizer of the parameters has."""
+    """Yield a `Change` for each optimizer moment that is requested, if the optimizers have none of them."""
     owners = {owner for p, _, _ in requested if (owner := owner_of(p)) is not None}
     used = {role for owner in owners for group in owner.param_groups for role in owner.rule_for(group).roles}
     formats = {role: format for _, role, format in requested if role in (Role.MOMENT1, Role.MOMENT2)}

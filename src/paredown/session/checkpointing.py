@@ -66,7 +66,7 @@ class CheckpointedModules:
         self._around_second_call = around_second_call
 
     def has(self, name: str) -> bool:
-        """Return whether the tensor with the slot name `name` is saved inside a checkpointed module, and so not kept until backward."""
+        """Return whether the saved tensor `name` is inside a checkpointed module, which does not keep it."""
         return not is_checkpoint_input(name) and any(is_of(name, path) for path in self.paths)
 
     def attach(self) -> None:
@@ -122,7 +122,7 @@ class CheckpointedModules:
 
     @contextmanager
     def _second_call(self, module: nn.Module) -> Generator[None]:
-        """Return a context for the second call of a checkpointed module: it is not checkpointed again, and its batch norms are frozen."""
+        """Return a context for a checkpointed module's second call: no checkpointing, and frozen batch norms."""
         before = getattr(self._local, "is_second_call", False)
         self._local.is_second_call = True
         try:
@@ -133,7 +133,7 @@ class CheckpointedModules:
 
 
 def _called_again(module: nn.Module, num_args: int, named: Sequence[str], /, *values: Any, **kwargs: Any) -> Any:
-    """Return `module(...)`, in which the first `num_args` of `values` are positional and the others the keyword arguments `named`.
+    """Call `module` with the first `num_args` of `values` as arguments, the others as the keywords `named`.
 
     torch.utils.checkpoint saves positional tensors with autograd, so that they can be packed; keyword arguments it only refers to.
     """
@@ -141,7 +141,7 @@ def _called_again(module: nn.Module, num_args: int, named: Sequence[str], /, *va
 
 
 def callable_paths(path: str, module: nn.Module) -> Iterator[str]:
-    """Yield the path of a module; if the module has no forward, like nn.ModuleList, yield the paths of its children instead."""
+    """Yield the path of a module; if it has no forward, like nn.ModuleList, the paths of its children instead."""
     if type(module).forward is not nn.Module.forward:
         yield path
         return
@@ -167,7 +167,7 @@ class _ReusableContext:
 
 @contextmanager
 def frozen_statistics(module: nn.Module) -> Generator[None]:
-    """Return a context in which batch norms in `module` do not update their running statistics, for a second run on the same batch."""
+    """Return a context in which batch norms of `module` do not update running statistics, for a repeated batch."""
     norms = [
         part for part in module.modules() if isinstance(part, _NormBase | _BatchNorm) and part.track_running_stats and part.training
     ]
@@ -182,7 +182,7 @@ def frozen_statistics(module: nn.Module) -> Generator[None]:
 
 
 def repeated_layers_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the items of the outermost lists of layers (ModuleList, or Sequential of one class); ApplyError if none."""
+    """Return paths of a model's layers (items of ModuleLists, uniform Sequentials); raise ApplyError if it has none."""
     lists = [path for path, module in model.named_modules() if _is_list_of_layers(module)]
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     paths = [f"{path}.{name}".lstrip(".") for path in outer for name, _ in model.get_submodule(path).named_children()]
@@ -230,7 +230,7 @@ class SecondPassStorage(ForwardStorage):
     is_in_backward = True
 
     def source(self, node: Any) -> StoredView | None:
-        """Return the packed tensor that the autograd node `node` saved in this layer; None if it saved no packed one."""
+        """Return the packed tensor that the autograd node `node` saved in this layer; None if there is none."""
         stored = stored_operand(node)
         return stored.view if isinstance(stored, StoredOperand) else None
 
@@ -251,13 +251,13 @@ class StoredOperand:
         return form.num_views == 1 and form.plain_values is None and isinstance(form, StoredValues | RecomputedValues)
 
     def tensor(self) -> Tensor:
-        """Return the decoded tensor; for an operand of an elementwise product a `Factor`, which is decoded when it is read."""
+        """Return the decoded tensor; for an operand of an elementwise product a `Factor`, decoded when read."""
         return Factor.of(self) if self._is_factor and self.is_decoded_alone else self.unpack(self.view)
 
 
 @final
 class Factor(Tensor):
-    """A tensor subclass that stands for a packed operand of an elementwise product, and is decoded when an operation reads it.
+    """A tensor subclass that stands for a packed operand of an elementwise product, and is decoded when read.
 
     Backward of a product unpacks both operands at once. When a `Factor` is multiplied by a gradient of the same layout, the result
     overwrites the decoded copy, so that three tensors exist instead of five.

@@ -1,4 +1,4 @@
-"""`MeasuredRuns` lets `verify` run steps of a session without the plan, with packing in float32, or with some saved tensors packed.
+"""`MeasuredRuns` lets `verify` run a session's steps without the plan, packed in float32, or partly packed.
 
 with session.runs.restored() as rewind:          # afterwards decisions and counts are what they were
     with session.runs.unmodified(): ...           # nothing is packed, no module is checkpointed, weights are decoded
@@ -26,7 +26,7 @@ from paredown.session.weights.packed_weights import Weights
 
 @final
 class MeasuredRuns:
-    """Provides contexts in which `verify` runs a model: without its plan, packed in float32, or with some saved tensors packed."""
+    """Provides contexts in which `verify` runs a model: without the plan, packed in float32, or partly packed."""
 
     def __init__(
         self, activations: Activations, watch: Watch, weights: Weights, checkpointed: CheckpointedModules, tiles: TiledModules
@@ -54,7 +54,7 @@ class MeasuredRuns:
     def storing(
         self, only: Collection[str] | None = None, *, is_exact: bool = False, on_packed: Observer | None = None
     ) -> Generator[None]:
-        """Return a context in which only the saved tensors named in `only` (None: all) are packed, in float32 if `is_exact`.
+        """Return a context in which only tensors named in `only` (None: all) are packed; in float32 if `is_exact`.
 
         `on_packed` is called after each saved tensor is packed.
         """
@@ -76,7 +76,7 @@ class MeasuredRuns:
 
     @contextmanager
     def restored(self) -> Generator[Callable[[], None]]:
-        """Return a context without measurements of a guard that restores storage decisions and the count of forward passes at its end.
+        """Return a context that restores storage decisions and pass count at its end, and in which no guard measures.
 
         It yields a function that resets the count at once, so that the next forward pass draws the same random bits.
         """

@@ -1,4 +1,4 @@
-"""Records the open session of each model, so that a second one is refused for the model, for its modules and for models around it."""
+"""Records open sessions: at most one for a model, the modules inside it and the models around it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Session` applies a plan to a model: saved activations and weights are stored packed, and the training loop stays unmodified.
+"""`Session` applies a plan to a model: activations and weights are stored packed, the training loop is unmodified.
 
     session = apply(plan, model)
     loss = criterion(model(x), y); loss.backward(); optimizer.step()     # the loop does not change
@@ -92,7 +92,7 @@ NO_SUCH_TENSOR = "store mode has no such tensor"
 
 
 class Session:
-    """Applies a plan to a model from `apply` until `close`: packs activations and weights, and reports what is stored otherwise."""
+    """Applies a plan to a model until `close`: packs activations and weights, and reports what it could not."""
 
     awaits_optimizer = False  # whether an integration creates an optimizer of paredown.optim later, so that `changes` asks for none
 
@@ -157,7 +157,7 @@ class Session:
 
     @property
     def forwards(self) -> int:
-        """The number of forward passes with gradients so far, from which the random bits of stochastic rounding follow."""
+        """The number of forward passes with gradients so far, which selects random bits of stochastic rounding."""
         return self._compiled.calls if self._compiled is not None else self._activations.forwards
 
     @property
@@ -225,12 +225,12 @@ class Session:
         return self._compiled.compile(model, self._called() or model, **options)
 
     def unpacked(self) -> AbstractContextManager[None]:
-        """Return a context in which packed parameters are decoded; those that change are quantized again when it ends."""
+        """Return a context in which packed parameters are decoded; changed ones are quantized again at its end."""
         return self._weights.unpacked()
 
     @property
     def changes(self) -> Changes:
-        """The tensors of a step that are not stored as the plan requests, with reasons; complete after the first forward pass.
+        """The tensors of a step that are not stored as the plan requests; complete after the first forward pass.
 
         After `close`, these are the changes that the session had when it was closed.
         """
@@ -284,7 +284,7 @@ class Session:
 
     @property
     def sensitivities(self) -> Any:
-        """The gradient errors from rounding each saved tensor that the guard was given or measured last; None if it has none."""
+        """The gradient error from rounding each saved tensor, as given to the guard or measured last, or None."""
         return self._guard.sensitivities if self._guard is not None else None
 
     def reprobe(self, batch: Any, *, loss: Callable[..., Tensor] | None = None) -> Any:
@@ -297,7 +297,7 @@ class Session:
         return self._guard.reprobe(batch, loss)
 
     def explain(self) -> Explanation:
-        """Return a table of all slots (tensors of the step) with the requested format, the format in use, and the reason."""
+        """Return a table of slots (tensors of the step): requested format, format in use, and the reason."""
         slots = self._guard.slots if self._guard is not None else self._activations.decisions
         changes = self.changes
         changed = {change.slot for change in changes}

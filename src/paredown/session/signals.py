@@ -40,7 +40,7 @@ CENTERED_LEN = 64  # consecutive values that are assumed to share a mean, as tho
 
 @dataclass(frozen=True)
 class SlotSignal:
-    """The two numbers that a guard reads of a packed tensor: squared relative rounding error and largest magnitude (inf for NaN)."""
+    """What a guard reads of a packed tensor: squared relative rounding error, and largest magnitude (inf for NaN)."""
 
     error: float
     largest: float
@@ -60,7 +60,7 @@ class Signals:
 
     @property
     def has_any(self) -> bool:
-        """Whether any of the measured activations was packed so far."""
+        """Whether an activation that is to be measured was packed so far, so that there are numbers to read."""
         return self._numbers is not None
 
     @property
@@ -69,7 +69,7 @@ class Signals:
         return self._numbers.device if self._numbers is not None else torch.device("cpu")
 
     def read(self, norm: Tensor | None) -> tuple[float, dict[str, SlotSignal]]:
-        """Return the gradient norm, and each slot's measurements since the last call by name, as maxima over all processes.
+        """Return the gradient norm, and measurements by slot name since the last call, as maxima over processes.
 
         `norm` is the gradient norm of this process; if it is None in all processes, the returned norm is negative.
         """
@@ -93,7 +93,7 @@ class Signals:
         return self.looks_at_all or num_calls % self._every == 1 % self._every
 
     def add(self, slots: Sequence[tuple[str, ...]], numbers: Tensor) -> None:
-        """Record (error, largest value) of each tensor that a compiled graph saved; `slots` has the slot names of each tensor."""
+        """Record (error, largest value) of each tensor that a compiled graph saved; `slots`: their slot names."""
         if self._numbers is None:
             self._numbers = torch.full((2, len(self._names)), UNSEEN, device=numbers.device)
         index = self._indices.get(tuple(slots))
@@ -119,7 +119,7 @@ class Signals:
         return flat, form.codec.decode(form.on_device(), (form.numel,), (1,))
 
     def _sample(self, flat: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """Return exact and decoded values of a part of the packed tensor of slot `name`; each measurement takes another part."""
+        """Return exact and decoded values of a part of the packed tensor `name`; another part at each measurement."""
         decision = self._activations.decisions[name]
         assert decision.format is not None
         num_pieces = max(1, flat.numel() // SAMPLE)
@@ -147,7 +147,7 @@ def relative_error(exact: Tensor, rounded: Tensor, *, is_centered: bool) -> Tens
 
 
 class SessionGuard(ABC):
-    """The interface of a guard, which changes formats during training, to the session that it is attached to."""
+    """The methods and attributes of a guard, which changes formats during training, that its session uses."""
 
     slots: Mapping[str, Any]  # the slots that the guard measures, by name, as the trace has them
     signals: Signals
@@ -157,7 +157,7 @@ class SessionGuard(ABC):
 
     @abstractmethod
     def passes_over(self) -> bool:
-        """Return whether the guard itself runs the forward pass that begins, in which nothing is packed then."""
+        """Return whether the guard itself runs the forward pass that now begins; nothing is packed in such a pass."""
 
     @abstractmethod
     def read_formats(self, format_of: Callable[[str], Format | None]) -> None:
@@ -165,7 +165,7 @@ class SessionGuard(ABC):
 
     @abstractmethod
     def reprobe(self, batch: Any, loss: Callable[..., Tensor] | None) -> Any:
-        """Measure on `batch` the gradient error from rounding each saved tensor, choose formats by these errors, and return them."""
+        """Measure on `batch` the gradient error of rounding each saved tensor; choose formats by it, and return it."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

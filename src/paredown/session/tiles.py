@@ -116,7 +116,7 @@ class TiledModules:
 
     @contextmanager
     def attached(self) -> Generator[None]:
-        """Return a context in which modules run in pieces even after `detach`, as a second forward pass must repeat the first."""
+        """Return a context in which modules run in pieces even after `detach`, for second forward passes."""
         added = [call for call in self._calls.values() if call.attach()]
         try:
             yield
@@ -137,12 +137,12 @@ class TiledModules:
 
     @contextmanager
     def pieces(self) -> Generator[None]:
-        """Return a context for running a module on one piece: modules inside it are not tiled or checkpointed, and hooks ignore them."""
+        """Return a context for one piece, in which hooks ignore submodules, and none is tiled or checkpointed."""
         with self.paused(), self._watch.passing_over(), self._checkpointed.paused():
             yield
 
     def check(self, asked: TiledCall) -> None:
-        """Raise ApplyError if a rule names the module of `asked`, and neither this module nor one inside it can run in pieces."""
+        """Raise ApplyError if a rule names the module of `asked`, and no module in it (nor itself) can be tiled."""
         inside = [call for path, call in self._calls.items() if is_inside(path, asked.path)]
         if asked.path in self._asked and asked.whole is not None and not any(call.is_by_token for call in inside):
             why = next((call.whole.text for call in inside if call.whole is not None), "")
@@ -151,7 +151,7 @@ class TiledModules:
     # --- what happened ---
 
     def changes(self, *, was_compiled: bool) -> Iterator[Change]:
-        """Yield a `Change` for each module that runs whole although a rule tiles it; `was_compiled` if torch.compile ran the model."""
+        """Yield a `Change` for each module that a rule tiles but that runs whole, as all do if `was_compiled`."""
         for path, text in self._asked.items():
             inside = {name: call for name, call in self._calls.items() if is_inside(name, path)}
             length = TILED.format(next(iter(inside.values())).length) if inside else text
@@ -305,14 +305,14 @@ class TileRun:
 
 
 def pieces_of(x: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first position, values) for each piece of `length` tokens (dimension -2) of `x`; the last piece may be shorter."""
+    """Yield (first position, values) of each piece of `length` tokens (dimension -2) of `x`."""
     for start in range(0, x.shape[-2], length):
         yield start, x.narrow(-2, start, min(length, x.shape[-2] - start)).contiguous()
 
 
 @torch.no_grad()
 def output_of_pieces(call: Callable[[Tensor], Any], x: Tensor, length: int) -> Tensor:
-    """Return the output of a module that runs over pieces of `length` tokens of `x`; `call` returns the output for one piece."""
+    """Return a module's output for `x`, computed in pieces of `length` tokens by `call`."""
     out: Any = None
     for start, piece in pieces_of(x, length):
         part = call(piece)
@@ -352,7 +352,7 @@ def gradients_of_pieces(
 
 
 class GradientSums:
-    """Adds up the gradients of parameters over pieces, in float32 for 16-bit parameters, else in the parameter's dtype."""
+    """Adds up gradients of parameters over pieces, in float32 for 16-bit parameters, else in their dtype."""
 
     def __init__(self, trained: list[Tensor], gradient: Tensor) -> None:
         self._trained, self._borrowed = trained, gradient.untyped_storage()._cdata
@@ -397,7 +397,7 @@ class TileInput(Function):
 
 @final
 class Tiles(Function):
-    """An autograd function that returns the output of a tiled module, and runs the module again in pieces in backward."""
+    """An autograd function that returns a tiled module's output, and runs the module again in backward."""
 
     @staticmethod
     def forward(ctx: Any, run: TileRun, kept: Tensor, x: Tensor, *trained: Tensor) -> Tensor:

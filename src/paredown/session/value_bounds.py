@@ -1,4 +1,4 @@
-"""Decides by their values which operands of attention and inputs of norms, sin, cos and checkpointed layers stay unmodified.
+"""Decides by their values which saved tensors stay unmodified: operands of attention, inputs of norms and others.
 
 Attention. Backward computes P = exp(scale q.k - logsumexp) with the decoded q and k and the exact logsumexp of the forward pass. The
 logits are off by about
@@ -76,7 +76,7 @@ class DeviceReading:
 
 
 class KnownReason(NamedTuple):
-    """A reason to leave a saved tensor unmodified ("" for none), with the format and the measured numbers that it follows from."""
+    """A reason to leave a saved tensor unmodified ("" for none), with the format and numbers it follows from."""
 
     reason: str
     reading: DeviceReading
@@ -97,7 +97,7 @@ class ValueBounds:
         self._last: DeviceReading | None = None  # the one that `_read` returned last
 
     def known_reason(self, name: str, format: Format, forwards: int) -> str | None:
-        """Return the known reason to leave the slot `name` unmodified ("" for none); None if forward pass `forwards` must read values."""
+        """Return the known reason to leave tensor `name` unmodified ("" for none); None if values must be read."""
         known = self._known.get(name)
         return known.reason if known is not None and forwards % READ_INTERVAL and known.holds(format) else None
 
@@ -180,7 +180,7 @@ def is_capturing() -> bool:
 
 
 def check_is_warm(what: str) -> None:
-    """Raise ApplyError if a CUDA graph is being captured; `what` says in the message what the session does for the first time."""
+    """Raise ApplyError if a CUDA graph is being captured; `what` says what the session does for the first time."""
     if is_capturing():
         raise ApplyError(
             f"a CUDA graph is being captured, and the session {what} for the first time, which a capture forbids. Run three training "
@@ -208,14 +208,14 @@ def reason_of_attention(numbers: Sequence[float], scale: float, format: Format, 
 
 
 def reason_of_spread(spread: float) -> str:
-    """Return why the input of a norm stays unmodified; "" if it may be packed. `spread` is the result of `spread_of_ranges`."""
+    """Return why the input of a norm stays unmodified, or "". `spread`: the result of `spread_of_ranges`."""
     if spread <= MAX_SPREAD:
         return ""
     return f"blocks hold several channels or rows, whose values spread over {spread:.3g} times the smallest standard deviation"
 
 
 def measure_attention(node: Any) -> Tensor:
-    """Return the four numbers that decide whether attention operands may be packed, from the tensors that `node` saved."""
+    """Return four numbers on attention that decide whether the operands that `node` saved may be packed."""
     query, scale = node._saved_query, node._saved_scale
     numbers = join_attention_parts(attention_parts(query, node._saved_key, node._saved_value, node._saved_output))
     return torch.cat([numbers[:1] * (query.shape[-1] ** -0.5 if scale is None else scale), numbers[1:]])
@@ -233,7 +233,7 @@ def attention_parts(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -
 
 
 def join_attention_parts(parts: Sequence[Tensor]) -> Tensor:
-    """Return, for each attention, the largest norms of query and key and the mean variances of output and value, as one 1-D tensor.
+    """Return the largest norms of query and key, and mean variances of output and value, of each attention (1-D).
 
     `parts`: the results of `attention_parts` for each attention, one after the other.
     """
@@ -244,7 +244,7 @@ def join_attention_parts(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _in_groups(tensor: Tensor) -> Tensor:
-    """Return a tensor (..., tokens, values) as (..., groups, tokens of a group, values), in groups of GROUP_TOKENS if they divide."""
+    """Return (..., tokens, values) as (..., groups, GROUP_TOKENS, values); in one group if tokens do not divide."""
     num_tokens = tensor.shape[-2]
     return tensor.unflatten(-2, (num_tokens // GROUP_TOKENS, GROUP_TOKENS) if num_tokens % GROUP_TOKENS == 0 else (1, num_tokens))
 
@@ -285,7 +285,7 @@ def ranges_of_statistics(statistics: Sequence[Tensor], length: int = BLOCK) -> T
 def spread_of_ranges(ranges: Sequence[float], eps: float) -> float:
     """Return the range of values across channels in units of the smallest standard deviation; inf if a variance is below `eps`.
 
-    `ranges`: `extremes` of the channels of one norm, or of parts of them.
+    `ranges`: the smallest and largest rstd and mean (`extremes`) of the channels of one norm, or of each part of them in turn.
 
     >>> spread_of_ranges([1.0, 2.0, 0.0, 6.0], eps=0.0)
     2.0
@@ -312,7 +312,7 @@ def _lies_in_rows(tensor: Tensor, op: str) -> bool:
 
 
 def update_reading(reading: DeviceReading, measure: Callable[[], Tensor], forwards: int) -> bool:
-    """Update `reading` from a finished copy to the host, start the next copy if it is time, and return whether there are new values.
+    """Update `reading` from a finished copy, start the next copy if it is time; return whether values are new.
 
     A copy starts every READ_INTERVAL passes if none is under way and no CUDA graph is captured. `forwards`: the number of the pass.
     """
@@ -335,7 +335,7 @@ def update_reading(reading: DeviceReading, measure: Callable[[], Tensor], forwar
 class Bounds(NamedTuple):
     """The bounds of a stored mask: the bit of a value is `low < value < high`.
 
-    `values` are the numbers that bits 1 and 0 are decoded as; None if backward needs other numbers than two.
+    `values` are the numbers that bits 1 and 0 are decoded as; None if a bit for each value is not enough for backward.
     """
 
     low: float
@@ -344,9 +344,9 @@ class Bounds(NamedTuple):
 
 
 def use_and_detail(saved: Saved, tensor: Tensor) -> tuple[Use, Any]:
-    """Return what backward needs of a saved tensor, with a detail: the bounds of its mask, the dtype of its integers, or None.
+    """Return what backward needs of a saved tensor, and a detail of it: mask bounds, an integer dtype or None.
 
-    Two views of one storage share stored data only if both are equal: views that hold {0, 1} and {0, 2} have different masks.
+    Two views of one storage share stored data only if need and detail are equal: masks of {0, 1} and of {0, 2} are different.
     """
     if saved.use is Use.INSIDE:
         low = _bound_in(tensor.dtype, saved.node._saved_min_val, up=False)
@@ -384,8 +384,8 @@ def _bound_in(dtype: torch.dtype, bound: float, *, up: bool) -> float:
 def _only_positive_value(tensor: Tensor) -> float | None:
     """Return the positive value of a tensor that otherwise holds only 0, such as a dropout mask; None for other tensors.
 
-    It is None on a GPU too, where dropout has a boolean mask and reading values would synchronize with the device. The answer is valid for
-    this view: the caller keys the stored form by it. A negative zero counts as another value: one bit cannot encode it.
+    Return None on a GPU too, where dropout has a boolean mask and reading values would synchronize with the device. The result is valid for
+    this view alone, so the caller makes it a part of the stored form's key. A negative zero counts as another value.
     """
     if tensor.device.type != "cpu" or not tensor.is_floating_point() or not tensor.numel():
         return None

@@ -42,7 +42,7 @@ NOT_SAVED = "the compiled graphs save no tensor of this name"
 
 
 class CompiledGraphs:
-    """Compiles the model of one session, and keeps account of its graphs: what each stores, their calls, and the stored bytes."""
+    """Compiles the model of one session, and keeps account of its graphs, their calls and the stored bytes."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class CompiledGraphs:
         return next((d.format for d in decisions if d.format is not None), None)
 
     def changes(self) -> list[Change]:
-        """Return a `Change` for each saved tensor that is not stored as requested, or a single one if nothing was compiled."""
+        """Return a `Change` for each saved tensor not stored as requested, or just one if nothing was compiled."""
         if not self.reports and self.plan.packs_activations:
             return [Change("the model", "packed activations", UNMODIFIED, NOT_COMPILED)]
         decisions = self.decisions.items()
@@ -126,7 +126,7 @@ class CompiledGraphs:
         self.reports = [*(other for other in self.reports if other is not previous), report]
 
     def on_call(self, report: GraphReport, outputs: Any, numbers: Tensor, num_calls: int) -> None:
-        """Count a call with gradients of the graph that `report` describes, which returned `outputs`.
+        """Count a call, with gradients, of the graph that `report` describes; the call returned `outputs`.
 
         `num_calls`: how often this graph was called so far. `numbers`: what it measured in this call.
         """

@@ -40,7 +40,7 @@ DYNAMIC = "its sizes are dynamic, more than one of them or in a way that blocks 
 
 @dataclass(frozen=True)
 class GraphDecision:
-    """How one saved tensor of a compiled graph is stored: its format, or None and the reason why it is not packed."""
+    """States how one saved tensor of a compiled graph is stored: its format, or None and why it is not packed."""
 
     slot: GraphSlot
     asked: Format | None
@@ -53,10 +53,10 @@ class GraphDecision:
 
 @dataclass(frozen=True)
 class ValueCheck:
-    """Names the slots of a compiled graph that stay unmodified if some of the numbers that the graph measures are too large.
+    """Names saved tensors of a compiled graph that stay unmodified if certain measured numbers are too large.
 
     `first`, `count`: the position of these numbers among all that the graph measures. `reason` is a function from them to a reason not
-    to pack the slots, or "" if the numbers are small enough.
+    to pack the tensors, or "" if the numbers are small enough.
     """
 
     slots: tuple[GraphSlot, ...]
@@ -129,7 +129,7 @@ def _gaps(value: Tensor) -> bool:
 
 
 def sizes_in_memory(value: Tensor, order: list[int]) -> list[int]:
-    """Return the sizes of the dimensions `order` of a tensor; -1 for a dynamic size."""
+    """Return the sizes of a tensor, its dimensions permuted to `order`; -1 for a dynamic size."""
     return [size if isinstance(size := value.shape[d], int) else -1 for d in order]
 
 
@@ -160,7 +160,7 @@ def fits_bits(value: Tensor) -> bool:
 
 
 def mask_codec(value: Tensor, order: list[int]) -> tuple[Callable[[Tensor], tuple[Tensor]], Callable[[Tensor], Tensor]]:
-    """Return two functions that encode and decode a boolean tensor: as bits where `fits_bits`, otherwise as a copy.
+    """Return two functions that encode and decode a boolean tensor: as bits if `fits_bits(value)`, otherwise as a copy.
 
     `order`: the dimensions of the tensor, the largest stride first.
     """

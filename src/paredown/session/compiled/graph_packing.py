@@ -164,7 +164,7 @@ class PlanPartitioner(CustomPartitionerFn):
         return forward, backward
 
     def _recompute(self, editor: GraphEditor, joint: JointGraph, report: GraphReport) -> set[str]:
-        """Make backward recompute the saved tensors that the plan names, and return the names of the tensors which it reads for that.
+        """Make backward recompute the saved tensors that the plan names; return the saved tensors that this reads.
 
         A name in the plan that several saved tensors have stands for none of them.
         """
@@ -241,13 +241,13 @@ class PlanPartitioner(CustomPartitionerFn):
 
 
 def small_tensors(chosen: Sequence[tuple[fx.Node, GraphDecision]]) -> list[tuple[fx.Node, GraphDecision]]:
-    """Return the smallest of the `chosen` tensors on a GPU, which are left unmodified since packing costs a launch for each."""
+    """Return the smallest of the `chosen` tensors on a GPU, which stay unmodified as packing costs a launch each."""
     largest = max_left_bytes([d.unmodified_bytes for _, d in chosen])
     return [(node, d) for node, d in chosen if node.meta["val"].is_cuda and d.unmodified_bytes <= largest]
 
 
 def joint_graph(gm: fx.GraphModule, options: dict[str, Any], roots: Mapping[str, str] | None = None) -> JointGraph:
-    """Return the operations of the model that are found in a joint graph; `options`: keyword arguments of the partitioner.
+    """Return the model's operations in the joint graph `gm`; `options`: keyword arguments of the partitioner.
 
     `roots`: the paths in the model of modules that are variables of the compiled function, such as {"self": "layers.3"}.
     """
@@ -288,7 +288,7 @@ class PlanBackend:
     inductor: Any  # torch's own backend, which resolved mode and options
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """Compile a graph of Dynamo by Inductor, with packing of saved tensors, and return the function that runs it."""
+        """Compile a Dynamo graph by Inductor, with packing of saved tensors; return the function that runs it."""
         return PackedGraph(self, gm, example_inputs)
 
     def roots(self, gm: fx.GraphModule, example_inputs: list[Any]) -> dict[str, str]:
@@ -330,7 +330,7 @@ class PlanBackend:
 
 
 def inductor_of(options: dict[str, Any]) -> Any:
-    """Return torch's own backend for the given torch.compile options, and remove Inductor's options from them."""
+    """Return Inductor as a backend of torch.compile with these `options`, and remove from them what it takes."""
     backend = options.pop("backend", "inductor")
     if backend != "inductor":
         raise ApplyError(
@@ -365,7 +365,7 @@ def _row_choices() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _more_inputs(graph: fx.Graph, examples: Sequence[Tensor]) -> Generator[None]:
-    """Return a context in which a graph of Dynamo has additional inputs at its end, one for each tensor of `examples`."""
+    """Return a context in which a Dynamo graph has additional inputs at its end, one for each of `examples`."""
     added: list[fx.Node] = []
     for i, example in enumerate(examples):
         placeholders = graph.find_nodes(op="placeholder")

@@ -50,19 +50,19 @@ def rewrite_products(gm: fx.GraphModule, inputs: Sequence[Any], layers: ProductL
 
 
 def is_transpose(node: Any) -> bool:
-    """Return whether a node transposes a matrix of codes."""
+    """Return whether a node transposes a matrix of 8-bit codes."""
     return isinstance(node, fx.Node) and node.op == "call_function" and aten_name(node) == TRANSPOSED
 
 
 def _devices() -> tuple[str, ...]:
-    """Return the types of devices on which one operation transposes codes: the CPU, and CUDA if its kernels are available."""
+    """Return the device types with an operation to transpose 8-bit codes: the CPU, and CUDA if it has kernels."""
     return DEVICES if backend.find_kernels() is not None else tuple(device for device in DEVICES if device != "cuda")
 
 
 def _transpose(graph: fx.Graph, chain: Sequence[fx.Node]) -> fx.Node:
     """Insert one transpose that replaces a chain of operations (the last one first) into the graph, and return its node.
 
-    What forward has saved may be a view of the codes in the middle of the chain, in another order and dtype.
+    Forward may have saved a view from the middle of the chain, so that the first tensor has another order and dtype.
     """
     source, last = chain[-1].args[0], chain[0].meta["val"]
     assert isinstance(source, fx.Node)

@@ -1,4 +1,4 @@
-"""Finds the slots of a compiled graph's saved tensors (their names in eager mode), and what backward needs of these tensors.
+"""Finds the slots of a compiled graph's saved tensors (their names in eager mode), and what backward needs of them.
 
 torch.compile traces forward and backward into one joint graph of aten operations, then partitions it. Each node keeps `seq_nr`, the number
 of the autograd operation that it belongs to (the same in forward and backward), `original_aten`, the operation before decomposition, and
@@ -113,7 +113,7 @@ def read_joint_graph(
 ) -> JointGraph:
     """Return the model's operations in a joint graph; `parameters` are its placeholders of parameters and buffers.
 
-    `unique`: the names of the nodes that remain when the partitioner merges equal nodes; operations are given these. `roots`: paths in
+    `unique`: the names of the nodes that remain when the partitioner merges equal nodes; operations have these alone. `roots`: paths in
     the model of the modules that are variables of the compiled function, such as {"self": "layers.3"}.
     """
     joint, constant = JointGraph(), set(parameters)
@@ -164,7 +164,7 @@ def is_backward(node: fx.Node) -> bool:
 
 
 def slot_of(saved: fx.Node, joint: JointGraph) -> GraphSlot:
-    """Return the slot names of a saved tensor and what backward needs of it, given its placeholder in the backward graph."""
+    """Return a saved tensor's slot names and what backward needs of it, given its placeholder in backward."""
     uses = list(_uses(saved, joint))
     names = tuple(dict.fromkeys(name for _, name, _, _ in sorted(uses, key=lambda use: use[0])))
     exact = next((reason for _, _, needs, reason in uses if needs.use is Use.EXACT), "")
@@ -288,7 +288,7 @@ def _operand(value: fx.Node, user: fx.Node, operation: GraphOperation) -> Operan
 
 
 def _input(value: fx.Node, operation: GraphOperation, inputs: list[tuple[str, Operand]]) -> Operand:
-    """Return the operand of `operation` that `value` is; if it is several operands, the one that allows the least rounding."""
+    """Return the operand of `operation` that `value` is; if it is several, the one that allows least rounding."""
     second = [node for node in operation.nodes if len(node.args) > 1 and _is_same(node.args[1], value)]
     first = [node for node in operation.nodes if node.args and _is_same(node.args[0], value)]
     named = dict(inputs)

@@ -43,7 +43,7 @@ def group_casts(*modules: fx.GraphModule) -> None:
 
 
 def group_casts_of(graph: fx.Graph) -> None:
-    """Join neighbouring casts of weights in a graph into calls of one kernel, and neighbouring casts of gradients too."""
+    """Join neighbouring casts of weights in a graph into single calls, and neighbouring casts of gradients too."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     casts = [node for node in graph.find_nodes(op="call_function", target=CAST) if node.all_input_nodes and _has_fixed_sizes(node)]
     gradients = [node for node in casts if _is_gradient(node)]
@@ -95,7 +95,7 @@ def _groups(casts: Sequence[fx.Node], nbytes: Callable[[fx.Node], int]) -> Itera
 
 
 def _end_of_layers(signs: Sequence[Hashable], start: int, limit: int) -> int:
-    """Return the index after a group of casts that begins at `start`: it has all equal layers up to `limit`, or all casts before them.
+    """Return the end of a group of casts from `start`: after all equal layers up to `limit`, or before the first.
 
     >>> [_end_of_layers("abcdcdcdcd", start, limit) for start, limit in ((0, 7), (2, 7), (6, 10))]
     [2, 6, 10]

@@ -211,7 +211,7 @@ def column_quantizer(*sizes: Any) -> Callable[..., None]:
 
 
 def transposer(rows: int, columns: int) -> Callable[..., None]:
-    """Return the function that generated code calls to transpose codes, f(codes, out)."""
+    """Return the function that generated code calls to transpose a matrix of codes, f(codes, out)."""
     kernels = backend.find_kernels()
     assert kernels is not None
     return kernels.transposer(rows, columns)
@@ -253,7 +253,7 @@ def transposed_codes(codes: Any) -> Any:
 
 
 def _is_known(sizes: Sequence[Any]) -> bool:
-    """Return whether generated code can call a kernel directly, since all sizes are numbers."""
+    """Return whether all sizes are numbers, so that generated code can call a kernel directly."""
     return not V.graph.cpp_wrapper and all(getattr(size, "is_Integer", isinstance(size, int)) for size in sizes)
 
 

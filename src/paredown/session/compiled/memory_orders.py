@@ -1,4 +1,4 @@
-"""Predicts in which order the dimensions of a forward graph's tensors lie in memory once Inductor has compiled the graph.
+"""Predicts the memory order of a forward graph's tensors, once Inductor has compiled the graph.
 
 The result of an eager operation has the strides of its first operand, and fake tensors follow that. Inductor lets all operands of a kernel
 vote on each pair of dimensions, and takes the order of the dimensions where the vote is a tie:
@@ -42,9 +42,9 @@ class MemoryOrders:
             self._find(node)
 
     def of(self, node: fx.Node, saved: fx.Node | None = None) -> list[int]:
-        """Return a node's dimensions, the largest stride first. `saved`: its placeholder in the backward graph, if forward saves it.
+        """Return a node's dimensions, the largest stride first. `saved`: its placeholder in backward, if any.
 
-        If a library kernel such as attention reads the saved tensor in backward, it has the strides that the graph states.
+        A saved tensor that a library kernel such as attention reads in backward has the strides that the graph states.
         """
         value: Tensor = node.meta["val"]
         if node not in self._strides or (saved is not None and node not in self._channels_last and _has_fixed_strides(saved)):
@@ -144,7 +144,7 @@ def _has_fixed_strides(saved: fx.Node) -> bool:
 
 
 def _channels_last(forward: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes that Inductor lays out in channels_last where they have four dimensions; none if it keeps all layouts."""
+    """Return the nodes that Inductor lays out in channels_last if 4-dimensional; none if it keeps all layouts."""
     nodes = list(forward.graph.nodes)
     if not GraphLowering.decide_layout_opt(forward, is_inference=False):
         return set()

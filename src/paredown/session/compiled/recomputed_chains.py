@@ -33,7 +33,7 @@ MIN_GAIN = 2.0  # bytes that are in memory early over bytes stored instead
 
 
 class RecomputedChains:
-    """Finds the tensors that backward recomputes from packed tensors and writes to memory, and changes when it does so.
+    """Finds tensors that backward recomputes and writes to memory: some should be saved instead, others delayed.
 
     `of_tangents`: the nodes that depend on tangents (the gradients of the outputs).
     """
@@ -64,8 +64,8 @@ class RecomputedChains:
     def delay(self, scales: set[fx.Node], insert: Callable[..., fx.Node]) -> None:
         """Make Inductor compute each recomputed tensor only once the operation that uses it has its gradient.
 
-        Tensors of chains, and those that share a kernel with others, are excepted. `scales`: placeholders of the scales of packed
-        tensors. `insert(function, arguments, before)` inserts a traced function.
+        Tensors that are recomputed from each other or share a kernel with others are left out. `scales`: placeholders of the scales of
+        packed tensors. `insert(function, arguments, before)` inserts a traced function into the graph.
         """
         chained = set[fx.Node]().union(*self._chains())
         for tensor in sorted(self._tensors - chained, key=self._order.__getitem__):
@@ -85,7 +85,7 @@ class RecomputedChains:
                         user.replace_input_with(node, copies[node])
 
     def _is_shared(self, cone: Iterable[fx.Node], users: set[fx.Node], first: fx.Node) -> bool:
-        """Return whether nodes other than `users` may read results of the operations `cone` before the node `first` is computed."""
+        """Return whether nodes other than `users` read results of `cone`, and may run before the node `first`."""
         nodes = {*cone, *users}
         others, after = {user for node in cone for user in node.users} - nodes, {first}
         last = max(map(self._order.__getitem__, others), default=-1)

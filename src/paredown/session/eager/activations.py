@@ -81,7 +81,7 @@ class Activations:
     """Stores the saved activations of one model: packs each in forward, and unpacks it when backward uses it."""
 
     def __init__(self, plan: Plan, seed: int, *, min_numel: int = MIN_PACKED_NUMEL) -> None:
-        """Prepare to pack as `plan` says, rounding with `seed`. Tensors of fewer than `min_numel` values stay unmodified."""
+        """Prepare to pack as `plan` says, rounding with `seed`; tensors below `min_numel` values stay unmodified."""
         self.plan, self.seed, self.min_numel = plan, seed, min_numel
         self.host = HostMemory(plan) if plan.offload else None
         self.count = ForwardCount()
@@ -159,7 +159,7 @@ class Activations:
 
     @contextmanager
     def storing_in(self, storage: ForwardStorage) -> Generator[None]:
-        """Return a context in which this thread stores saved tensors in `storage`, for a layer that backward runs again."""
+        """Return a context in which this thread stores saved tensors in `storage`, as backward runs a layer again."""
         with patched_attributes(self._local, storage=storage):
             yield
 
@@ -189,7 +189,7 @@ class Activations:
         self._forget_slots()
 
     def report_small_to(self, on_small: Callable[[set[str], int], None]) -> None:
-        """Set the function that is called with the slots left unmodified because they are small, and their largest size in bytes."""
+        """Set the function that gets the slot names of tensors too small to pack, and their largest size in bytes."""
         self.on_small = on_small
 
     def resume(self, seed: int, forwards: int) -> None:
@@ -213,7 +213,7 @@ class Activations:
         self._running.append(storage)
 
     def begin_inside(self, arguments: list[Tensor], outputs: set[int]) -> None:
-        """Record that this thread's forward pass began with a call of a submodule, with `arguments` that earlier calls returned.
+        """Record that this thread's forward pass began with a call of a submodule on results of earlier calls.
 
         `outputs`: storage addresses of the outputs of those earlier calls.
         """
@@ -321,7 +321,7 @@ class Activations:
         seen.slot = slot if slot is not None and slot.is_fixed else None
 
     def _slot(self, saved: Saved, piece: StoragePiece) -> SlotDecisions:
-        """Decide how the tensors that this operation saves are stored, and return the decisions, which later passes use again."""
+        """Decide how the tensors that this operation saves are stored; later passes use the decisions again."""
         slot = SlotDecisions(saved, piece, use_and_detail(saved, piece.tensor), self._plan_number)
         self._slots[saved.name] = slot
         return slot
@@ -387,11 +387,11 @@ class Activations:
             storage.masks[piece.key][1].is_delayed = not slot.checks_values
 
     def _current_storage(self) -> ForwardStorage:
-        """Return the `ForwardStorage` of this thread's forward pass; in a worker thread, that of the pass started last."""
+        """Return the `ForwardStorage` of this thread's forward pass; in a worker thread, of the pass started last."""
         return self._local.storage or (self._running[-1] if self._running else ForwardStorage())
 
     def decide(self, saved: Saved, piece: StoragePiece) -> StorageDecision:
-        """Return how a saved tensor is stored: as the plan requests, unless what backward needs, its dtype or its size forbid it."""
+        """Return how a saved tensor is stored: as requested, if backward's needs, its dtype and its size allow it."""
         decision = self._decided.get(key := (saved.name, piece.numel, piece.tensor.dtype, saved.use, saved.pin, saved.is_centered))
         if decision is None:
             decision = self._decided[key] = storage_decision(self.plan, saved, piece)
@@ -459,7 +459,7 @@ class Activations:
         return codec.encode(tensor, step, mask.bits)
 
     def _determined(self, saved: Saved, piece: StoragePiece, storage: ForwardStorage) -> StoredForm | None:
-        """Return a stored form without data, for a tensor that backward recomputes from another stored one; None if it cannot."""
+        """Return a stored form without data if backward can recompute the tensor from another one, else None."""
         recomputation = rematerialization_of(piece.tensor)
         while recomputation is not None:
             form = self._recomputed(saved, piece, recomputation, storage)
@@ -471,7 +471,7 @@ class Activations:
     def _recomputed(
         self, saved: Saved, piece: StoragePiece, rematerialization: Rematerialization, storage: ForwardStorage
     ) -> StoredForm | None:
-        """Return a stored form that recomputes the tensor as `rematerialization` says; None if this is impossible or too imprecise."""
+        """Return a stored form that recomputes the tensor by `rematerialization`; None if impossible or imprecise."""
         view = storage.source(rematerialization.source)
         if view is None or not piece.is_whole:
             return None

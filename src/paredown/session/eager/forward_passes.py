@@ -1,4 +1,4 @@
-"""Keeps account of a session's forward passes: the tensors that each stores, their number, and the time that packing took.
+"""Counts a session's forward passes, and what they store; measures how long packing takes.
 
 ForwardStorage      the stored forms of a running forward pass, and the storages that it leaves unmodified
 PassOutputs         the stored outputs of calls of submodules, which later calls may get as arguments
@@ -35,7 +35,7 @@ from paredown.session.value_bounds import check_is_warm
 
 @dataclass
 class ForwardStorage:
-    """Holds the stored forms of the tensors that one running forward pass saved, and the storages that stay unmodified."""
+    """Holds the stored forms of tensors that one running forward pass saved, and the storages left unmodified."""
 
     is_in_backward = False  # whether backward runs a part of the model again
     forms: dict[Any, StoredForm] = field(default_factory=dict)  # by (storage, version, ..., `use_and_detail`)
@@ -52,12 +52,12 @@ class ForwardStorage:
     sources: dict[int, tuple[Any, StoredView]] = field(default_factory=dict)
 
     def baseline_bytes(self, unmodified: Mapping[int, int]) -> int:
-        """Return the bytes that this forward pass would save without a plan; `unmodified` has the bytes of unmodified storages."""
+        """Return the bytes that this pass would save without a plan; `unmodified`: bytes of unmodified storages."""
         originals = {key[0]: form.original_bytes for key, form in self.forms.items()}
         return sum({**originals, **unmodified}.values())
 
     def restore_held(self, held: dict[int, Tensor]) -> tuple[list[Any], list[Any]]:
-        """Replace packed data by a reference to the original memory where a tensor in `held` (by storage address) keeps it allocated.
+        """Refer to original memory instead of packed data where a tensor in `held` (by address) keeps it allocated.
 
         Return two lists of keys: of the data that was replaced, and of the data whose original is alive although no known tensor refers
         to it.
@@ -77,12 +77,12 @@ class ForwardStorage:
         return restored, alive
 
     def packable_sizes(self, held: Iterable[Any]) -> list[int]:
-        """Return the bytes of each piece of memory that packing could free; `held` has the keys of pieces that stay allocated."""
+        """Return the bytes of each piece of memory that packing could free; `held`: keys of pieces that stay."""
         packed = {key[:-1]: form.numel * form.dtype.itemsize for key, form in self.forms.items()}
         return [size for size in {**packed, **self.left, **dict.fromkeys(held, 0)}.values() if size]
 
     def source(self, node: Any) -> StoredView | None:
-        """Return the stored tensor of the autograd node `node`, from which backward may recompute others; None if there is none."""
+        """Return the stored tensor of the autograd node `node`, to recompute others from; None if there is none."""
         entry = self.sources.get(node._sequence_nr()) if node is not None else None
         return entry[1] if entry is not None and entry[0] is node else None
 
@@ -106,7 +106,7 @@ class ForwardStorage:
 
 
 class PassOutputs:
-    """Remembers the stored outputs of calls of submodules in one thread, so that they are recognized as inputs of later calls.
+    """Remembers the stored outputs of submodules' calls in one thread, to recognize them as later inputs.
 
     All references are weak, so that they end with the graph and the tensors of the step.
     """
@@ -168,7 +168,7 @@ def storage_of(form: StoredForm) -> torch.UntypedStorage | None:
 
 
 class ThreadState(threading.local):
-    """The state of one thread: the storage of its running forward pass, and the outputs of its earlier calls of submodules."""
+    """The state of one thread: the storage of its running forward pass, and outputs of submodules' calls."""
 
     def __init__(self) -> None:
         self.storage: ForwardStorage | None = None  # the storage of the running pass
@@ -222,7 +222,7 @@ class ForwardCount:
         self.value += 1
 
     def at(self, tensor: Tensor) -> Any:
-        """Return the number of forward passes as the codec takes it for `tensor`: an int, or an int32 tensor on the tensor's GPU."""
+        """Return the number of forward passes as the codec takes it: an int, or an int32 tensor on `tensor`'s GPU."""
         if not tensor.is_cuda:
             return self.on_host
         step = self.on_device.get(tensor.get_device())

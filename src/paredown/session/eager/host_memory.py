@@ -1,4 +1,4 @@
-"""Moves packed activations from a GPU to host memory between forward and backward, for the saved tensors that `plan.offload` names.
+"""Moves packed activations from a GPU to host memory between forward and backward, as `plan.offload` says.
 
 `HostMemory` collects them layer by layer (`layer_of` the slot's name). A stream of its own copies the packed values of a layer to pinned
 host memory while the next layer computes; when the layer after that begins, they are freed on the GPU. When backward first reads a value
@@ -34,7 +34,7 @@ Row = tuple[str, str, str, str]  # the fields of a row of `session.changes`
 
 
 class HostMemory:
-    """Moves the packed activations that a plan offloads to host memory after forward, and back for backward, layer by layer."""
+    """Moves packed activations that the plan offloads to host memory and back, layer by layer."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._copies = plan, HostCopies()
@@ -52,7 +52,7 @@ class HostMemory:
         self._is_new_pass = True
 
     def reach(self, name: str, device: torch.device) -> bool:
-        """Begin a new layer if the slot `name` is not in the current one; return whether values on `device` can be moved at all."""
+        """Begin a new layer if activation `name` is not in the current one; return whether values can be moved."""
         if self._has_failed:
             return False
         if device.type not in OFFLOADING_DEVICES or is_capturing():
@@ -67,7 +67,7 @@ class HostMemory:
         return self._filling is not None
 
     def add(self, name: str, form: StoredForm) -> None:
-        """Add the packed values of the slot `name` to its layer; they move to host memory with it if the plan offloads the slot."""
+        """Add the packed values of activation `name` to its layer, to be moved with it if the plan says so."""
         if type(form) is not StoredValues or form.stored is None:
             return
         if form.host is not None:
@@ -79,7 +79,7 @@ class HostMemory:
             self._filling.add(name, form, is_moved=self._layers[name][1])
 
     def _begin_layer(self, path: str, device: torch.device) -> None:
-        """Begin the layer `path`: start copying the previous layer to host memory, and free the one before that on the GPU."""
+        """Begin the layer `path`: start copying the last layer to the host, free the one before it on the GPU."""
         before, self._is_new_pass = self._filling, False
         if self._leaving is not None:
             self._leaving.leave()
@@ -94,7 +94,7 @@ class HostMemory:
         self._leaving, self._filling = before, OffloadedLayer(path, device, self._copies, before)
 
     def changes(self, *, is_compiled: bool) -> list[Row]:
-        """Return the fields of a `Change` for each name or pattern in the plan's `offload` that is not, or no longer, moved."""
+        """Return `session.changes` rows for names and patterns in `plan.offload` that are not (or no longer) moved."""
         is_refused, moved = is_compiled or self._has_failed or self._was_captured, self._copies.moved
 
         def reason(text: str) -> str:
@@ -106,7 +106,7 @@ class HostMemory:
 
 
 class OffloadedLayer:
-    """Moves the packed values of one layer together; `before` is the previous layer, whose values backward needs next."""
+    """Moves the packed values of one layer together; `before` is the layer that backward needs next."""
 
     def __init__(self, path: str, device: torch.device, copies: HostCopies, before: OffloadedLayer | None) -> None:
         self.path, self.device, self._copies = path, device, copies
@@ -121,17 +121,17 @@ class OffloadedLayer:
             self._copies.wait(self._copied, self.device)
 
     def add(self, name: str, form: StoredValues, *, is_moved: bool) -> None:
-        """Add the packed values `form` of a slot to this layer; `is_moved`: whether they are copied to host memory with the layer."""
+        """Add the packed values of activation `name`; `is_moved`: whether they are copied to host memory."""
         form.host = copy = LayerCopy(self, form, name, is_moved=is_moved)
         self._added.append(weakref.ref(copy))
 
     def _present(self) -> list[tuple[LayerCopy, StoredValues]]:
-        """Return the copies that backward still needs, each with the stored form whose values it has."""
+        """Return the layer's host copies that backward still needs, each with the `StoredValues` it copies."""
         copies = [copy for ref in self._added if (copy := ref()) is not None]
         return [(copy, form) for copy in copies if (form := copy.form()) is not None and form.host is copy]
 
     def copy_to_host(self) -> None:
-        """Start copying the layer's values to host memory; raise MemoryError before the first copy if there is no pinned memory."""
+        """Start copying the layer's values to host memory; raise MemoryError, and copy none, without pinned memory."""
         present = [(copy, form) for copy, form in self._present() if copy.is_moved and form.stored is not None]
         if not present:
             return
@@ -188,7 +188,7 @@ class LayerCopy(HostCopy):
         self.num_bytes = 0
 
     def bring_back(self) -> None:
-        """Copy the values of the whole layer back to the device, unless they are there, and let its current stream wait for them."""
+        """Copy the whole layer's values back to the device if needed, and let its current stream wait for them."""
         self.layer.bring_back()
 
     @property
@@ -201,7 +201,7 @@ class LayerCopy(HostCopy):
 
 
 class HostBytes(NamedTuple):
-    """A copy in host memory of a packed tensor: the bytes of its codes, scales and so on, in pieces of the sizes of `pinned_pieces`.
+    """A copy of a packed tensor in host memory: the bytes of its tensors, in pieces as `pinned_pieces` says.
 
     `like` is the same packed tensor on the meta device, with shapes and dtypes alone.
     """
@@ -211,7 +211,7 @@ class HostBytes(NamedTuple):
 
 
 def mapped(stored: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of `stored` (a buffer or a packed tensor, as a codec stores values) with `function` applied to its tensors."""
+    """Return a copy of `stored` (a buffer or packed tensor of a codec) with `function` applied to its tensors."""
     return function(stored) if isinstance(stored, Tensor) else stored.mapped(function)
 
 
@@ -229,7 +229,7 @@ class HostCopies:
         self.moved: set[str] = set()  # slots that were copied to host memory
 
     def to_host(self, stored: Sequence[Any], device: torch.device) -> tuple[list[HostBytes], Any]:
-        """Start copying `stored` to host memory; return the copies and the CUDA event of their completion, or raise MemoryError."""
+        """Start copying `stored` to host memory; return copies and completion event, or raise MemoryError."""
         sources = [flat_bytes(one) for one in stored]
         try:
             copies = [
@@ -242,7 +242,7 @@ class HostCopies:
         return copies, self._copy([pair for pieces, parts in pairs for pair in _by_piece(pieces, parts)], device)
 
     def to_device(self, on_host: Sequence[HostBytes], device: torch.device) -> tuple[list[Any], Any]:
-        """Start copying `on_host` to `device`, into memory of its current stream; return the copies and the event of their completion."""
+        """Start copying `on_host` to `device`, in memory of its current stream; return copies and completion event."""
         stored = [mapped(copy.like, lambda part: torch.empty_like(part, device=device)) for copy in on_host]
         pairs = [pair for copy, one in zip(on_host, stored, strict=True) for pair in _by_piece(copy.pieces, flat_bytes(one))]
         return stored, self._copy([(target, piece) for piece, target in pairs], device)
@@ -253,7 +253,7 @@ class HostCopies:
             torch.cuda.current_stream(device).wait_event(copied)
 
     def _copy(self, pairs: list[tuple[Tensor, Tensor]], device: torch.device) -> Any:
-        """Copy the second tensor of each pair to the first, on the stream for copies, after the work queued on the current stream."""
+        """Copy each pair's second tensor to its first, on the copy stream, after work queued on the current stream."""
         if device.type == "cpu":
             for target, source in pairs:
                 target.copy_(source)

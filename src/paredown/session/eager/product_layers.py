@@ -71,7 +71,7 @@ class ProductInput:
 
 
 class ProductLayers:
-    """Makes the linear layers of a model multiply 8-bit codes as the plan requests, and records why other layers do not."""
+    """Makes linear layers multiply 8-bit codes as the plan requests, and records why other layers do not."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         self.elements: dict[str, str] = {}
@@ -157,18 +157,18 @@ class ProductLayers:
 
     @property
     def multiplied(self) -> dict[str, str]:
-        """The element of the codes, such as "int8", for each layer (by path) that has multiplied codes in all of its calls."""
+        """The element of the codes ("int8", ...) of each layer, by path, that multiplied codes in all of its calls."""
         unused = self._unused()
         return {path: element for path, element in self.elements.items() if path not in self.left and path not in unused}
 
     def _unused(self) -> dict[str, str]:
-        """Return why each layer that a rule names does not multiply codes, by path."""
+        """Return {path: reason} of chosen layers whose products neither a hook nor a compiled graph replaced."""
         if self.in_graphs is not None:
             return dict.fromkeys(self.elements.keys() - self.in_graphs - self.left.keys(), NOT_IN_GRAPHS)
         return {path: COMPILED for path, hook in self._hooks.items() if hook.was_compiled}
 
     def changes(self) -> Iterator[Change]:
-        """Yield a `Change` for the layers that multiply codes of one element, and one for each layer that does not as requested."""
+        """Yield a `Change` for layers that multiply codes of one element, and for each that does not as requested."""
         multiplied = self.multiplied
         for element in dict.fromkeys(multiplied.values()):
             paths = [path for path, of in multiplied.items() if of == element]
@@ -186,7 +186,7 @@ class ProductLayers:
         return [SlotExplanation(f"{PRODUCT}={path}", of, of, MULTIPLIED) for path, of in self.multiplied.items()]
 
     def say(self) -> str:
-        """Return the summary's text on how many layers multiply 8-bit codes; "" if the plan has no rules for products."""
+        """Return the summary's text on layers that multiply 8-bit codes; "" if the plan has no rules for products."""
         multiplied = self.multiplied
         if not self._asked:
             return ""

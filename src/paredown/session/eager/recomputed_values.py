@@ -1,4 +1,4 @@
-"""Recomputes saved tensors in backward from another stored tensor (autograd/rematerialization.py names it), instead of storing them.
+"""Recomputes saved tensors in backward from another stored tensor, which autograd/rematerialization.py names.
 
 `RecomputedValues` stands for such a tensor in memory. `decode_steps_of` collects the tensors that recomputing needs, such as the
 statistics of a norm, from the autograd nodes that a `Rematerialization` names.
@@ -20,7 +20,7 @@ from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, Stor
 
 @final
 class RecomputedValues(StoredForm):
-    """Stands in memory for a saved tensor without storing it: backward recomputes the tensor from another stored one."""
+    """Stands in memory for a saved tensor that is not stored: backward recomputes it from another tensor."""
 
     __slots__ = ("source", "steps")
 

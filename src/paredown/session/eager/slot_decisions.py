@@ -1,4 +1,4 @@
-"""Decides how the tensors that one operation saves are stored; decisions are used again while layout and plan stay the same."""
+"""Decides how the tensors that an operation saves are stored, once for all passes of the same layout and plan."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class StorageDecision:
 
 
 def storage_decision(plan: Plan, saved: Saved, piece: StoragePiece) -> StorageDecision:
-    """Return how a saved tensor is stored: as the plan requests, unless what backward needs, its dtype or its size forbid it."""
+    """Return how a saved tensor is stored: as requested, if backward's needs, its dtype and its size allow it."""
     asked = plan.find((saved.name,), Role.ACTIVATION)
     dtype = str(piece.tensor.dtype).removeprefix("torch.")
     format, reason = resolve_format(asked, plan.needs_of(saved.name, saved.needs), dtype=dtype, numel=piece.numel)
@@ -73,7 +73,7 @@ FIXED_USES = (Use.VALUE, Use.SIGN, Use.SHAPE, Use.EXACT)  # bounds and widths of
 
 
 class SlotDecisions:
-    """The decisions on how the tensors that one operation saves are stored, valid as long as plan and layout do not change."""
+    """The decisions on how tensors that one operation saves are stored, valid while plan and layout stay."""
 
     def __init__(self, saved: Saved, piece: StoragePiece, detail: tuple[Use, Any], plan_number: int) -> None:
         tensor = piece.tensor
@@ -101,7 +101,7 @@ class SlotDecisions:
         self.is_cuda = tensor.is_cuda
 
     def fits(self, saved: Saved, tensor: Tensor) -> bool:
-        """Return whether these decisions apply to a newly saved tensor, which needs the same use and the same memory layout."""
+        """Return whether these decisions apply to a saved tensor: it has the same use and the same memory layout."""
         is_same_use = saved.use is self.use and saved.pin is self.pin and saved.is_centered is self.is_centered
         return is_same_use and memory_of(tensor, tensor.untyped_storage()) == self.memory
 
@@ -112,7 +112,7 @@ def memory_of(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[Any, ...]:
 
 
 def form_for(use: Use, detail: Any, piece: StoragePiece) -> StoredForm | None:
-    """Return a mask, small integers or a shape to store in place of the values if backward needs no more; None otherwise.
+    """Return a mask, small integers or a shape to store if backward needs no more than that; otherwise None.
 
     `use`: what backward needs. `detail`: the bounds of a mask or the dtype of an index, as `use_and_detail` returns them.
     """

@@ -94,7 +94,7 @@ def no_tensor() -> Tensor | None:
 
 
 class StoredForm(ABC):
-    """The base class of the objects that are stored between forward and backward in place of a saved tensor's memory."""
+    """The base class of objects that are stored between forward and backward in place of a saved tensor."""
 
     packed_data: tuple[str, ...] = ()  # attributes that are None once the form refers to the original
 
@@ -182,7 +182,7 @@ class StoredValues(StoredForm):
     __slots__ = ("_copies", "_copy", "codec", "host", "stored")
 
     def __init__(self, piece: StoragePiece, codec: FlatCodec, stored: Any, copies: DecodedCopies) -> None:
-        """Store `stored`, which `codec.encode` returned for `piece`; `copies` holds decoded values that saved tensors share."""
+        """Store what `codec.encode` returned for `piece`; `copies` holds decoded values that tensors share."""
         super().__init__(piece)
         self.codec, self.stored, self._copies = codec, stored, copies
         self._copy: DecodedCopy | None = None  # the decoded copy, if several saved tensors share the values
@@ -190,7 +190,7 @@ class StoredValues(StoredForm):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the packed values exist, on the device or in host memory; they are dropped if the original memory stays alive."""
+        """Whether packed values exist, on the device or in host memory; False if the original memory is used."""
         return self.stored is not None or self.host is not None
 
     @property
@@ -242,7 +242,7 @@ class StoredValues(StoredForm):
 
 
 class HostCopy(ABC):
-    """The base class of a copy of packed values in host memory; `is_moved` if the plan offloads them (host_memory.py)."""
+    """The base class of a copy of packed values in host memory; `is_moved` if the plan offloads them."""
 
     __slots__ = ("is_moved", "names")
     is_moved: bool
@@ -270,7 +270,7 @@ class DecodedCopy:
         self.num_unpacked = 0  # number of saved tensors that were unpacked so far
 
     def values(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the decoded values if they still exist on the current CUDA stream; otherwise None."""
+        """Return the decoded values if they still exist and can be used on the current CUDA stream; otherwise None."""
         if self.held is not None:
             return self.held if current_stream(self.held.get_device()) == self.stream else None
         alive = self.alive.storage() if self.alive is not None else None
@@ -337,7 +337,7 @@ class StoredMask(StoredForm):
         *,
         bounds: tuple[float, float] = (0.0, NO_BOUND),
     ) -> None:
-        """Store `bits`: 1 for values between `bounds`, decoded as `values[0]`, and 0 for others, decoded as `values[1]`.
+        """Store `bits`: 1 for values between `bounds`, decoded as `values[0]`; 0 for others, as `values[1]`.
 
         `bits` is None if `delayed` is given.
         """
@@ -352,7 +352,7 @@ class StoredMask(StoredForm):
             self.bits = pack_mask(tensor, *self.bounds)
 
     def pack_again(self) -> None:
-        """Pack the mask again after `restore_original`, and drop the reference to the original memory."""
+        """Pack the mask again after `restore_original` dropped it, and stop referring to the original memory."""
         if self.plain_values is not None and self.plain_values._version == self.version:
             self.bits, self.plain_values = pack_mask(self.plain_values, *self.bounds), None
 
@@ -400,7 +400,7 @@ class StoredShape(StoredForm):
 
 
 class ViewLayout(NamedTuple):
-    """The size, strides and offset of a saved tensor in a piece of memory; `is_all` if the tensor covers the whole piece."""
+    """The size, strides and offset of a saved tensor in a piece of memory; `is_all` if it covers the piece."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -409,7 +409,7 @@ class ViewLayout(NamedTuple):
 
 
 class StoredView:
-    """The object that autograd holds in place of a saved tensor; it has the stored data and the tensor's layout in it."""
+    """The object that autograd holds in place of a saved tensor: the stored data, and the tensor's layout."""
 
     __slots__ = ("form", "layout")
 
@@ -428,7 +428,7 @@ class StoredView:
         return self.form.values().as_strided(size, stride, offset)
 
     def relu_output(self) -> Tensor:
-        """Return the output of a ReLU for backward: its packed mask as a `ReluOutput` if there is one, else the unpacked tensor."""
+        """Return the output of a ReLU for backward: a `ReluOutput` of its packed mask, or else the tensor."""
         form, layout = self.form, self.layout
         if layout.is_all and type(form) is StoredMask and form.bits is not None:
             return ReluOutput(form.bits, layout.size, layout.stride, form.dtype)

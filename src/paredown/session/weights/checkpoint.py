@@ -1,4 +1,4 @@
-"""Loads and saves packed weights: `load_packed` packs dense files as it reads them, `save_packed` writes codes and scales.
+"""Loads and saves packed weights: `load_packed` packs dense files while reading, `save_packed` writes codes.
 
     with torch.device("meta"):
         model = Model()                                   # no memory
@@ -64,7 +64,7 @@ class Checkpoint:
 
 
 def open_checkpoint(source: PathText | Sequence[PathText]) -> Checkpoint:
-    """Find the tensors in safetensors files, without reading their values; raise CheckpointError if a file is damaged or missing."""
+    """Find the tensors in safetensors files without reading values; raise CheckpointError for damaged files."""
     found = find_tensors(source, names=(PACKED, DENSE))
     wrapped = [name for name in found.tensors if name.endswith(WRAPPED)]
     if wrapped:
@@ -103,7 +103,7 @@ def _shape_and_dtype(name: str, header: Any) -> tuple[torch.Size, torch.dtype]:
 
 
 def _read(name: str, header: str, parts: Mapping[str, FileTensor]) -> PackedTensor:
-    """Read a packed tensor with this `header` from its `parts` (codes, scales); raise CheckpointError if they do not fit."""
+    """Read a packed tensor from its `header` and `parts` (codes, scales); raise CheckpointError if they mismatch."""
     try:
         return PackedTensor.from_state_dict({"header": header, **{part: tensor.read() for part, tensor in parts.items()}})
     except CodecError as error:
@@ -159,7 +159,7 @@ def load_packed(
 
 
 def _name_in_files(names: Sequence[str], checkpoint: Checkpoint) -> str:
-    """Return the name in `names`, all of one tied parameter, that the files have; raise CheckpointError if their values differ."""
+    """Return the first name of a tied parameter in the files; raise CheckpointError if values of others differ."""
     first, *rest = [name for name in names if name in checkpoint.tensors]
     for name in rest:
         values = [value for value in (checkpoint.tensors[part].read() for part in (first, name)) if isinstance(value, Tensor)]
@@ -171,7 +171,7 @@ def _name_in_files(names: Sequence[str], checkpoint: Checkpoint) -> str:
 
 
 def _loaded(name: str, stored: FileTensor | PackedInFiles, slot: Tensor, plan: Plan, device: torch.device | str | None) -> Tensor:
-    """Read the tensor `stored` in files, and return the new parameter or buffer that replaces the model's tensor `slot`."""
+    """Read the tensor `stored` in files, and return the parameter or buffer that replaces the model's `slot`."""
     where = torch.device(device) if device is not None else slot.device if slot.device.type != "meta" else torch.device("cpu")
     value = moved(stored.read(), name, where, slot.dtype)
     if not isinstance(slot, nn.Parameter):
@@ -181,7 +181,7 @@ def _loaded(name: str, stored: FileTensor | PackedInFiles, slot: Tensor, plan: P
 
 
 def moved(value: Tensor | PackedTensor, name: str, device: Any, dtype: torch.dtype | None) -> Tensor | PackedTensor:
-    """Return a dense or packed tensor moved to `device`, with `dtype` as the dtype of its values; codes stay the same."""
+    """Return a dense or packed tensor moved to `device`, with values of `dtype`; codes stay the same."""
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=dtype)
     if dtype is not None and dtype not in DTYPES:
@@ -190,7 +190,7 @@ def moved(value: Tensor | PackedTensor, name: str, device: Any, dtype: torch.dty
 
 
 def parameter_of(name: str, value: Tensor | PackedTensor, plan: Plan) -> nn.Parameter:
-    """Return a parameter with this value, which is packed if `value` is packed already or if the plan has a format for it."""
+    """Return a parameter with this value, packed if `value` is packed or the plan has a format for it."""
     return packed_parameter(value) if isinstance(value, PackedTensor) else pack_values(name, value, plan)
 
 

@@ -84,10 +84,10 @@ torch.library.register_autograd("paredown::frozen_linear", _backward, setup_cont
 
 
 class GraphLinears:
-    """Chooses the linear layers of a model whose frozen packed weights compiled graphs decode, and replaces their forward."""
+    """Chooses the linear layers whose frozen packed weights compiled graphs decode, and replaces their forward."""
 
     def __init__(self, model: nn.Module, head: nn.Module | None, packed_before: frozenset[str] = frozenset()) -> None:
-        """Choose the linear layers, without the output `head`; `packed_before` has the weights that were packed before `apply`."""
+        """Choose linear layers other than the output `head`; `packed_before`: weights packed before `apply`."""
         self.packed_before = packed_before
         routers = {id(parameter) for parameter in router_weights(model).values()}
         uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
@@ -132,7 +132,7 @@ class GraphLinears:
         self._attached.clear()
 
     def check(self) -> None:
-        """Raise ApplyError if a parameter of these layers requires a gradient by now, for which compiled graphs have no backward."""
+        """Raise ApplyError if a parameter of these layers requires a gradient, which compiled graphs do not compute."""
         with torch._C.DisableTorchFunctionSubclass():
             for name, (module, _) in self._attached.items():
                 if any(p is not None and p.requires_grad for p in module._parameters.values()):
@@ -140,7 +140,7 @@ class GraphLinears:
 
 
 def _forward(self: Any, x: Tensor) -> Tensor:
-    """Return the output of a linear layer with a packed weight; this forward replaces the layer's own, and Dynamo can trace it."""
+    """Return the output of a linear layer with a packed weight, as a replacement of forward that Dynamo can trace."""
     weight: Weight | None = self._paredown_weight
     if weight is None:  # in a copy of the module, whose parameters are not packed
         return functional.linear(x, self.weight, self.bias)

@@ -106,7 +106,7 @@ class Weights:
         self._loading: list[tuple[str, weakref.ref[nn.Parameter], Format]] = []  # packed before the next forward pass
 
     def _stays_plain(self, name: str, parameter: nn.Parameter, format: Format) -> bool:
-        """Return whether a parameter is left unpacked because its dtype is the requested format, or because it is small."""
+        """Return whether a parameter stays unpacked since its dtype is the requested format, or it is small."""
         if parameter.dtype is PLAIN_DTYPES.get(str(format)):
             self._plain.add(name)
             return True
@@ -116,7 +116,7 @@ class Weights:
         return False
 
     def _adopt(self, name: str, weight: Weight, format: Format | None, reason: str | None) -> None:
-        """Take over a weight that was packed before the session; decode it for good if there is a `reason` not to pack it."""
+        """Take over a weight packed before the session; decode it for good if there is a `reason` not to pack it."""
         if reason is not None:
             self.not_packed[name] = weight.format, reason
             weight.release()
@@ -178,7 +178,7 @@ class Weights:
             yield Change(f"weight={name}", str(self.weights[name].packed.format), "unpacked until backward", HELD)
 
     def _added(self, parameters: dict[str, nn.Parameter]) -> Iterator[Change]:
-        """Yield a `Change` for each parameter that was added to the model after `apply` and is not packed as the plan requests."""
+        """Yield a `Change` for each parameter that was added after `apply` and is not packed as requested."""
         names = {*self._plain, *self.weights, *self.not_packed, *self.small, *(name for name, *_ in self._loading)}
         known = {id(parameters[name]) for name in names if name in parameters}  # by id: a parameter may have several names
         for name, parameter in parameters.items():
@@ -239,7 +239,7 @@ class Weights:
         self._pack_shards(sharded)
 
     def _pack_shards(self, sharded: dict[str, tuple[DTensor, Format]]) -> None:
-        """Pack this process's rows of the parameters that fully_shard manages; all processes pack the same parameters."""
+        """Pack this process's rows of the parameters that fully_shard manages; all processes pack the same ones."""
         model = self._model()
         if sharded and model is not None:
             packed, refused = packed_shards.pack_shards(sharded, model)
@@ -250,7 +250,7 @@ class Weights:
                 self._writes.watch(name, shard.weight)
 
     def _repack_shards(self) -> None:
-        """Pack this process's rows of sharded parameters again if load_state_dict(assign=True) or model.to() has replaced them."""
+        """Pack rows of sharded parameters again if load_state_dict(assign=True) or model.to() replaced them."""
         replaced: dict[str, tuple[DTensor, Format]] = {}
         for name, shard in [(name, shard) for name, shard in self.shards.items() if shard.is_replaced]:
             del self.shards[name], self.weights[name]
@@ -298,7 +298,7 @@ class Weights:
         self._handles.append(module.register_forward_hook(Hook(partial(self._leave, place)), always_call=True))
 
     def in_graphs(self, model: nn.Module, head: nn.Module | None) -> Weights:
-        """Remove the hooks, which would break compiled graphs, and return the `Weights` that a compiled session uses instead.
+        """Remove the hooks, which would break compiled graphs; return the `Weights` of a compiled session.
 
         Weights of frozen linear layers stay packed, except that of the output `head`; other weights are decoded.
         """
@@ -314,7 +314,7 @@ class Weights:
     def detach(self, packed_base: bool | None = None, stay: Collection[int] = ()) -> None:
         """Remove the hooks and decode the parameters, except those that stay packed.
 
-        `packed_base`: True leaves frozen weights packed, None those that were packed before `apply`. `stay`: ids of other such parameters.
+        `packed_base`: True leaves frozen weights packed, None those that were packed before `apply`. `stay`: ids of others to leave packed.
         """
         if self._graphs is not None:
             self._graphs.detach()
@@ -358,7 +358,7 @@ class Weights:
             call.begin_saves()
 
     def _unpack(self, weight: Weight, accumulators: Accumulators) -> None:
-        """Decode a weight before its module runs, and count the references to its memory, so that additional ones are noticed later."""
+        """Decode a weight before its module runs, and count references to its memory, to notice later ones."""
         with self._lock:  # threads may run the same module
             weight.users += 1
             if not weight.address:
@@ -479,7 +479,7 @@ class Weights:
             self.held = tuple(name for name, weight in self.weights.items() if weight in self._held)
 
     def _loaded(self, module: nn.Module, keys: Any) -> None:
-        """Let the next forward pass pack the parameters that load_state_dict(assign=True) has put in place of packed ones."""
+        """Let the next forward pass pack parameters that load_state_dict(assign=True) put in place of packed ones."""
         self._repack_shards()
         for name, parameter in self._named():
             weight = self.weights.get(name) if name not in self.shards else None
@@ -532,7 +532,7 @@ class Weights:
 
     @contextmanager
     def unpacked(self) -> Generator[None]:
-        """Return a context in which all packed parameters are decoded; those that change are quantized again when it ends."""
+        """Return a context in which packed parameters are decoded; changed ones are quantized again at its end."""
         self._remove_released()
         shards = {shard.weight for shard in self.shards.values()}  # which are DTensors all the time
         plain = [weight for weight in self.weights.values() if weight not in shards and weight.parameter is not None]

@@ -85,7 +85,7 @@ class PackedInFiles:
 
 @dataclass(frozen=True)
 class FoundTensors:
-    """The tensors of a checkpoint by name, whose values are not read yet, and the metadata of its files."""
+    """The tensors of a checkpoint by name, which are not read yet, and the metadata of each of its files."""
 
     where: Path
     tensors: Mapping[str, FileTensor]
@@ -93,7 +93,7 @@ class FoundTensors:
 
 
 def find_tensors(source: PathText | Sequence[PathText], *, names: Sequence[str] = ()) -> FoundTensors:
-    """Find the tensors in a safetensors file, an index, a list of files, or a folder; raise CheckpointError if a file is damaged.
+    """Find tensors in a file, an index, a list of files or a folder; raise CheckpointError if a file is damaged.
 
     `names`: names (without .safetensors) of files or indices that are looked for first in a folder.
     """
@@ -118,7 +118,7 @@ def find_tensors(source: PathText | Sequence[PathText], *, names: Sequence[str] 
 
 
 def _in_folder(folder: Path, names: Sequence[str]) -> Path:
-    """Return the path of the index or file in `folder` that `names` has, or of the only one there; raise CheckpointError otherwise."""
+    """Return the path of the index or file in `folder` named in `names`, or the only one; or raise CheckpointError."""
     for name in names:
         for path in (folder / f"{name}{INDEX_SUFFIX}", folder / f"{name}{SUFFIX}"):
             if path.is_file():

@@ -1,4 +1,4 @@
-"""Replaces weights that autograd saved for backward by `DeferredWeight`, which decodes the packed weight when backward uses it.
+"""Replaces weights saved for backward by `DeferredWeight`, which decodes the packed weight when backward uses it.
 
 A saved tensor is replaced if it lies in the memory of an unpacked parameter (the parameter or a view of it), or if it is a cast of one, as
 autocast makes: its autograd history leads through casts and views to the parameter. The values of a cast are compared with the weight
@@ -72,7 +72,7 @@ setattr(DeferredWeight.tensor, IS_WEIGHT, True)  # other hooks skip saved tensor
 
 
 def _follow(node: Any, hops: tuple[int, ...], name: str) -> Any:
-    """Return autograd's handle of the saved tensor at the end of a path through the graph; None if the path does not exist.
+    """Return autograd's handle of the saved tensor at the end of a path in the graph; None if there is none.
 
     `hops`: the indices of the edges from `node` on. `name`: the name of the saved-tensor attribute of the last node.
     """
@@ -93,11 +93,11 @@ def release_saved_weights(
     *,
     is_layer: bool = False,
 ) -> bool:
-    """Replace the weights that the autograd nodes behind `values` saved; return whether hooks of other code may hold a weight.
+    """Replace weights that the nodes behind `values` saved; return whether other code's hooks may hold one.
 
     Only nodes with a sequence number of at least `first` are visited. `memory`: storage address -> weight, for all decoded weights.
     `trails` receives the path to each replaced tensor: the indices of edges from the node of `values`, and the name of the saved-tensor
-    attribute, "" if it is one of a list. `is_layer`: whether the module whose call this is has a class in LAYERS.
+    attribute, "" if it is one of a list. `is_layer`: whether `values` are the output of a module whose class is in LAYERS.
     """
     is_hooked = False
     for node, hops in _nodes(values, first):
@@ -144,7 +144,7 @@ def _replace(raw: Any, memory: Mapping[int, Weight], *, is_layer: bool) -> bool:
 
 
 class CheckpointedSaves:
-    """Saved-tensor hooks around those of checkpointing, which keep decoded frozen weights out of a checkpoint's second forward pass.
+    """Saved-tensor hooks that keep decoded frozen weights out of a checkpoint's second forward pass.
 
     The hooks of checkpointing get every tensor, so that both forward passes count the same ones. What they return for a weight is dropped:
     the second forward pass then stores nothing for the weight, and backward decodes it.
@@ -203,7 +203,7 @@ Accumulators = dict[Weight, tuple[Tensor, Any]]  # `Weight.empty` and the Accumu
 def gradient_node(weight: Weight, known: Accumulators) -> Any:
     """Return the autograd node that accumulates the gradient of a weight; `known` has the nodes found before.
 
-    It is None for frozen weights, and in inference mode.
+    Return None for frozen weights, and in inference mode.
     """
     parameter = weight.parameter
     if parameter is None or not parameter.requires_grad:
@@ -219,7 +219,7 @@ def gradient_node(weight: Weight, known: Accumulators) -> Any:
 
 
 def _nodes(values: Any, first: int) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """Yield each autograd node behind `values` from sequence number `first` on, with the indices of the edges that lead to it."""
+    """Yield each autograd node behind `values` from number `first` on, with the indices of edges to it."""
     pending: list[Any] = [(t.grad_fn, ()) for t in tensors_in(values) if t.grad_fn is not None]
     seen: set[Any] = set()
     while pending:
@@ -236,7 +236,7 @@ def leads_to_weight(values: Any) -> bool:
 
 
 def _source(tensor: Tensor) -> tuple[str, Any, list[str]]:
-    """Return (name, node) of the last operation before `tensor` that is no cast or view, and the names of those after it."""
+    """Return (name, node) of the operation that computed `tensor`, and names of casts and views after it."""
     node, names = tensor.grad_fn, list[str]()
     while node is not None:
         name = node.name()
@@ -267,7 +267,7 @@ def _has_size(tensor: Tensor, weight: Weight) -> bool:
 
 
 def _frozen_weight_of(cast: Tensor, memory: Mapping[int, Weight], *, is_layer: bool) -> Weight | None:
-    """Return the frozen weight of which the saved tensor `cast` is a cast; None if it is no cast of a weight in `memory`."""
+    """Return the frozen weight in `memory` of which the saved tensor `cast` is a cast; None if there is none."""
     for weight in memory.values():
         parameter = weight.parameter
         if parameter is None or parameter.requires_grad or cast.dtype not in DTYPES or cast.dtype is weight.dtype:
@@ -296,7 +296,7 @@ def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
 
 
 class PackedModule:
-    """A module with packed parameters, and the recorded paths in autograd's graph to the tensors where its calls save them."""
+    """A module with packed parameters, and the paths in autograd's graph to where its calls save them."""
 
     __slots__ = ("_is_layer", "_known", "_trails", "_weights", "accumulators", "module")
 
@@ -319,7 +319,7 @@ class PackedModule:
         return self._weights
 
     def release(self, output: Any, call: WeightCall) -> bool:
-        """Replace the weights that a call of the module saved, and return whether hooks of other code may hold a weight.
+        """Replace weights that a call of the module saved; return whether other code's hooks may hold one.
 
         The paths in autograd's graph that earlier calls found are tried first.
         """
@@ -363,7 +363,7 @@ class WeightCall:
 
 
 def is_frozen_linear(module: nn.Module) -> bool:
-    """Return whether a module is an unmodified nn.Linear with frozen parameters, whose weight need not be decoded before a call."""
+    """Return whether a module is an unmodified nn.Linear with frozen parameters, which needs no decoded weight."""
     if type(module) is not nn.Linear or "forward" in vars(module):
         return False
     with torch._C.DisableTorchFunctionSubclass():

@@ -1,4 +1,4 @@
-"""Makes and finds packed weights without a session: loaded packed (`checkpoint.py`) or left so by `Session.close(packed_base=True)`.
+"""Makes and finds packed weights without a session: loaded packed, or left so by `Session.close`.
 
     p = pack_values("fc.weight", values, plan)     an nn.Parameter, packed if the plan has a format for frozen weights
     p = packed_parameter(packed)                   an nn.Parameter from codes and scales that exist already
@@ -110,7 +110,7 @@ def stays_packed(weight: Weight, packed_base: bool | None, was_packed: bool) -> 
 
 
 def kept_formats(asked: Mapping[str, Format | None], weights: Mapping[str, Weight]) -> Iterator[Change]:
-    """Yield a `Change` for weights that were packed before `apply` in another format than the plan's, which `asked` has by name."""
+    """Yield a `Change` for weights packed before `apply` in a format other than the plan's (`asked`, by name)."""
     rows: dict[tuple[str, str], list[str]] = {}
     for name, format in asked.items():
         if name in weights and str(format) != str(weights[name].format):

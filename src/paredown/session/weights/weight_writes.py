@@ -1,4 +1,4 @@
-"""Warns of writes into packed weights that rounding would lose, once for each kind in a session, and lists them in `session.changes`.
+"""Warns of writes into packed weights that rounding would lose, and lists them in `session.changes`.
 
 Weights whose values the format does not suit have a row from the start (`Weight.rounding_error`).
 
@@ -110,7 +110,7 @@ class WeightWrites:
         self._loading.update({weight: _versions(weight) for weight in _weights_of(module)})
 
     def _written(self, weight: Weight, values: Tensor) -> Callable[[], None] | None:
-        """Return a function, called after `values` are written into a weight, that warns of lost updates; None without a loss."""
+        """Return a function that, after `values` are written into a weight, warns of lost updates; or None."""
         parameter, name = weight.parameter, self._names.get(weight)
         is_loaded = weight in self._loading and self._loading[weight] in (None, _versions(weight))
         if parameter is None or name is None or is_loaded:
