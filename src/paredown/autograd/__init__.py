@@ -1,1 +1,1 @@
-"""Reads a running training step: the table of operations, autograd's graph, calls of modules, and activation checkpointing."""
+"""Reads a running training step: table of operations, autograd's graph, calls of modules, activation checkpointing."""

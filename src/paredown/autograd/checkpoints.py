@@ -1,4 +1,4 @@
-"""Finds the inputs of layers that torch.utils.checkpoint keeps until backward, and decides whether they may be quantized.
+"""Finds the layer inputs that torch.utils.checkpoint keeps until backward, and decides which may be quantized.
 
 A checkpointed layer runs again in backward, from its inputs. Tensors among its positional arguments are kept as saved tensors, which take
 hooks like those of autograd's graph: by a `CheckpointFunction` node with use_reentrant=True, otherwise by the frame of the checkpoint,
@@ -91,7 +91,7 @@ def running_checkpoint() -> Any:
 
 
 def inputs_of(frame: Any) -> list[tuple[Any, Tensor]]:
-    """Return (autograd's handle, tensor) of each input of a checkpointed layer that is kept for backward and may be packed.
+    """Return (autograd's handle, tensor) of each input of a checkpointed layer that is kept and may be packed.
 
     `frame`: the object in which torch.utils.checkpoint keeps the state of the checkpoint.
     """
@@ -122,7 +122,7 @@ def key_of(tensor: Tensor) -> tuple[Any, ...]:
 def describe_input(place: str, number: int, raw: Any, tensor: Tensor, kind: str, reason: str) -> Saved:
     """Return a description of input `number` of a checkpoint, as `Saved` describes other saved tensors.
 
-    `place` is the slot's name up to the operand. `raw` is autograd's handle of the tensor. `reason` is why it must stay exact, or "".
+    `place`: how the slot name begins, "layers.3:checkpoint.". `raw`: autograd's handle of the tensor. `reason`: why it stays exact, or "".
     """
     operand = input_operand(number)
     use = Use.EXACT if reason else Use.VALUE
@@ -141,7 +141,7 @@ def op_of(node: Any) -> str:
 
 
 def reason_exact(tensor: Tensor, output: Any, first: int, layer: nn.Module) -> str:
-    """Return why the input `tensor` of a checkpoint must be kept exactly, such as a comparison in the layer; "" if it may be quantized.
+    """Return why the checkpoint input `tensor` must stay exact, such as a comparison in the layer; "" if it need not.
 
     `output`: the layer's output. `first`: the sequence number of the layer's first autograd node.
     """
@@ -197,7 +197,7 @@ def _selects_weights(node: Any) -> bool:
 
 @dataclass(eq=False, slots=True)
 class HiddenLayer:
-    """Records a module that runs under no_grad during a training step, as the layer of a checkpoint with use_reentrant=True does.
+    """Records a module that runs under no_grad in a training step, like the layer of a use_reentrant=True checkpoint.
 
     `inputs`: `key_of` each argument that needs a gradient -> whether the argument was passed to a submodule.
     """
@@ -247,7 +247,7 @@ def _differentiable(args: Any) -> list[Tensor]:
 
 
 class Checkpoints:
-    """Finds the inputs that a model's checkpointed layers keep for backward, and describes them like other saved tensors."""
+    """Finds the inputs that checkpointed layers keep for backward, and describes them like other saved tensors."""
 
     def __init__(self) -> None:
         self.reports_inputs = True
@@ -259,7 +259,7 @@ class Checkpoints:
         self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of an input, whether it needs a gradient) -> reason
 
     def store_by(self, on_recomputation: Callable[[], Store]) -> None:
-        """Set the function that is called when backward runs a checkpointed layer again; it returns a function to pack saved tensors.
+        """Set the function that is called when backward runs a layer again, and returns one that packs saved tensors.
 
         The returned function is called with each tensor that the layer saves in this run.
         """
@@ -267,11 +267,11 @@ class Checkpoints:
 
     @property
     def lacks_second_passes(self) -> bool:
-        """Whether tensors that layers of reentrant checkpoints save are unknown yet, since backward has not run these layers."""
+        """Whether there are reentrant checkpoints whose saved tensors are unknown, as backward has run none of them."""
         return bool(self.reentrant) and not self.in_second_passes
 
     def find(self, current: Pass, args: Any) -> None:
-        """Record that a checkpoint runs, when the first module in it is called with `args`; do nothing if no checkpoint runs."""
+        """Record the running checkpoint when the first module in it is called with `args`; do nothing if none runs."""
         frame = running_checkpoint()
         if frame is None or frame in current.checkpoints or not self.reports_inputs:
             return
@@ -282,14 +282,14 @@ class Checkpoints:
         call.checkpoint = frame, f"{call.path}:{CHECKPOINT}." if is_passed_on else _place_in(parent)
 
     def inputs(self, current: Pass, call: ModuleCall, output: Any) -> list[Saved]:
-        """Return descriptions of a checkpoint's inputs, after the first module called in it; `call` is that module's call."""
+        """Return descriptions of a checkpoint's inputs, when `call`, the first call in it, returns `output`."""
         assert call.checkpoint is not None
         frame, place = call.checkpoint
         inputs = [(raw, tensor) for raw, tensor in inputs_of(frame) if has_storage(tensor)]
         return self._described(current, place, inputs, lambda tensor: reason_exact(tensor, output, call.first, call.module))
 
     def follow(self, current: Pass, call: ModuleCall) -> None:
-        """Prepare a checkpoint so that tensors its layer saves in backward are packed; `call` is the first call of a module in it."""
+        """Prepare a checkpoint to pack the tensors saved in its second forward pass; `call` is the first call in it."""
         assert call.checkpoint is not None
         frame = call.checkpoint[0]
         if self.on_recomputation is not None and call.is_checkpointed:
@@ -322,6 +322,6 @@ class Checkpoints:
 
 
 def _place_in(call: ModuleCall) -> str:
-    """Return the first part of the slot names for inputs of the next checkpoint in a module's forward, and count the checkpoint."""
+    """Return how slot names begin for inputs of the next checkpoint in a module's forward, and count the checkpoint."""
     call.counts[CHECKPOINT] = count = call.counts.get(CHECKPOINT, 0) + 1
     return f"{call.path}:{CHECKPOINT}." if count == 1 else f"{call.path}:{CHECKPOINT}#{count}."

@@ -86,7 +86,7 @@ class ModuleCall:
     checkpoint: tuple[Any, str] | None = None  # (frame, slot name of inputs) of a checkpoint, if this is the first call in it
 
     def __init__(self, module: nn.Module, path: str, is_plain_leaf: bool, first: int) -> None:
-        """Begin a call. `path` ends with @2 for a second call of the module; `first` is the number of its first autograd node."""
+        """Begin a call. `path` ends with @2 for a module's second call; `first` is the number of its first node."""
         self.module, self.path, self.is_plain_leaf, self.first = module, path, is_plain_leaf, first
         self.counts: dict[str, int] = {}  # operation -> number of nodes that saved tensors
 
@@ -98,7 +98,7 @@ class ModuleCall:
 
 @dataclass(eq=False, slots=True)
 class Pass:
-    """A running forward pass of the model, of a submodule (in another thread, too), or of a checkpointed layer in backward."""
+    """A running forward pass: of the model, of a submodule (in any thread), or of a layer run again in backward."""
 
     inputs: frozenset[int]  # storages of the caller's arguments
     modules: Iterable[nn.Module]
@@ -129,7 +129,7 @@ class Pass:
         return any(call.checkpoint is not None for call in self.calls)
 
     def kind_of_constant(self, storage: int) -> str | None:
-        """Return "weight" or "buffer" if a parameter or buffer of the model is in the storage with this address now, else None.
+        """Return "weight" or "buffer" if the storage with this address has a parameter or buffer now, else None.
 
         A packed weight has a storage only while its module runs; when that storage was freed, an activation may get its address.
         """
@@ -154,14 +154,14 @@ def constants_of(modules: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
 
 
 def is_around(running: Pass, module: nn.Module) -> bool:
-    """Return whether `module`, which another thread calls, is inside the module with whose call the pass `running` began."""
+    """Return whether `module`, called by another thread, is inside the module with which the pass `running` began."""
     entrance = running.entrance
     return entrance is None or (module is not entrance and any(part is module for part in entrance.modules()))
 
 
 @contextmanager
 def passed_over(current: Pass | None) -> Generator[None]:
-    """Return a context in which the forward pass `current` does not record module calls; None if no pass is running."""
+    """Return a context in which the pass `current` (None if none is running) does not record calls of modules."""
     if current is None or current.over is not None:
         yield
         return
@@ -207,7 +207,7 @@ def _lies_in_blocks(tensor: Tensor) -> bool:
 
 
 def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
-    """Return (number, node) of the autograd nodes of a pass that lead to `values` and were not returned before, in order."""
+    """Return the sorted (number, node) pairs of a pass's nodes that lead to `values`, new since the last call."""
     stack: list[Any] = [t.grad_fn for t in tensors_in(values) if t.grad_fn is not None]
     nodes: list[tuple[int, Any]] = []
     first, last, seen = forward.calls[0].first, next_number(), forward.seen  # nodes of other threads may have numbers beyond these
@@ -241,7 +241,7 @@ def nodes_behind(values: Any, first: int) -> list[Any]:
 
 @cache
 def attributes(node_name: str, node_type: type, only_major: bool) -> tuple[tuple[str, str, str], ...]:
-    """Return (name, attribute of the handle, attribute of the tensor) of each tensor that autograd nodes of one type save.
+    """Return (name, attribute of the handle, attribute of the tensor) of each tensor that nodes of one type save.
 
     If `only_major`, statistics, library state and parameters are left out.
     """
@@ -257,8 +257,8 @@ Named = tuple[str, Any, Tensor | None]
 def saved_of(node: Any, name: str, only_major: bool) -> list[Named]:
     """Return (autograd's name, handle, tensor or None) for each tensor that `node` saved.
 
-    It is None if hooks of other code hold the tensor. `name`: the node's name. If `only_major`, statistics, library state and parameters
-    are left out.
+    The last is None if hooks of other code hold the tensor. `name`: the node's name. If `only_major`, statistics, library state and
+    parameters are left out.
     """
     saved: list[Named] = []
     if isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -332,7 +332,7 @@ def _bound(operand: Operand, node: Any) -> int | None:
 
 
 def _prefix(call: ModuleCall, op: str) -> str:
-    """Return the operation in a slot name, between the module and the operand: "", "mul." or, for the second one, "mul#2."."""
+    """Return the operation in a slot name, between module and operand: "", "mul." or, for the second, "mul#2."."""
     if call.is_plain_leaf and len(call.counts) == 1 and 1 in call.counts.values():
         return ""
     count = call.counts.get(op, 1)
@@ -366,7 +366,7 @@ def is_view_modified_in_place(tensor: Tensor) -> bool:
 
 
 def tensors_in(values: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers, and in attributes of objects in these, up to `depth` levels deep."""
+    """Yield the tensors in nested containers and in attributes of objects, up to `depth` levels deep."""
     if isinstance(values, Tensor):
         yield values
         return
@@ -386,5 +386,5 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def is_plain_leaf(module: nn.Module) -> bool:
-    """Return whether `module` is a module of torch.nn without children; its slots are named without an operation."""
+    """Return whether `module` is of torch.nn and has no children; tensors it saves are named without an operation."""
     return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None

@@ -1,4 +1,4 @@
-"""Records parts of autograd's graph in one forward pass, so that later passes find what the same nodes saved without a search.
+"""Records paths in autograd's graph, so that later passes find saved tensors without a search.
 
     GraphPart   the paths from the outputs of a part of the graph to the nodes in it that saved activations
     Segment     the part of the graph that was read when a call of a module returned, or from the arguments of one
@@ -39,7 +39,7 @@ class SavedTrail(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class GraphPart:
-    """The paths to the saved tensors of a part of autograd's graph, recorded in one pass, so that later passes need no search.
+    """The paths to the saved tensors in a part of autograd's graph, recorded so that later passes need no search.
 
     `walk` has, for nodes in the order in which they are found, the (edge, name) of each next node; the first nodes are the `roots`.
     """
@@ -50,7 +50,7 @@ class GraphPart:
 
     @staticmethod
     def of(starts: Sequence[Any], created: Mapping[int, Any], saved: Iterable[tuple[int, Saved]]) -> GraphPart:
-        """Record the part of autograd's graph that leads to the nodes `starts`, limited to nodes `created` in the pass (by number).
+        """Record the part of autograd's graph that leads to the nodes `starts`, among the nodes `created` in the pass.
 
         `saved`: (number of a node, description) of each tensor that the nodes saved.
         """
@@ -105,7 +105,7 @@ class GraphPart:
 
 
 def is_plain(created: dict[int, Any], reported: list[tuple[int, Saved]]) -> bool:
-    """Return whether later passes can find the tensors that these nodes saved along the same paths.
+    """Return whether later passes can find, along the same paths, the tensors that these nodes saved.
 
     They can if no node belongs to a custom function. `created`: the nodes by number. `reported`: (number of a node, description) of
     each saved tensor.
@@ -132,10 +132,10 @@ Found = dict[int, tuple[int | None, int]]
 
 
 def _reach(starts: Sequence[Any], created: Mapping[int, Any]) -> tuple[Found, dict[int, list[tuple[int, int]]]]:
-    """Search autograd's graph from the nodes `starts`; return how each node was reached, and the edges from each node that were taken.
+    """Search autograd's graph from the nodes `starts`; return how each node was reached, and the edges taken from it.
 
-    The first dict maps a node's number to (number of the node before it or None, index of the start or edge), the second to a list of
-    (edge, number). `created`: the nodes of the pass by number; no others are visited.
+    The first maps a node's number to (number of the previous node or None, index of the edge or start), the second to a list of (edge,
+    number of the next node). `created`: the nodes of the pass by number; no others are visited.
     """
     found, edges = Found(), dict[int, list[tuple[int, int]]]()
     queue: list[tuple[Any, int | None, int]] = [(start, None, index) for index, start in enumerate(starts)]
@@ -178,7 +178,7 @@ def needs_of(args: Any) -> tuple[bool, ...]:
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """The part of autograd's graph that was read at one moment of a pass, recorded so that the next pass needs no search there."""
+    """A part of autograd's graph, read at one moment of a pass and recorded so that the next pass needs no search."""
 
     point: tuple[Any, ...]  # `point_of` the moment before the part was read
     layouts: list[tuple[torch.Size, torch.dtype]]  # sizes and dtypes of the tensors that it was read from
@@ -189,7 +189,7 @@ class Segment:
 
     @staticmethod
     def of(start: Moment, current: Pass, found: Report, values: Any) -> Segment | None:
-        """Record the part that was read from the tensors in `values`; return None if it has custom functions, or nodes without a path.
+        """Record the part of the graph that was read from `values`; None if later passes cannot find it (`is_plain`).
 
         `start`: the moment of the pass before the part was read. `found`: the nodes and saved tensors of the part.
         """
@@ -204,7 +204,7 @@ class Segment:
         return Segment(point, layouts, [number - first for number, _ in nodes], current.unreached, changed, part)
 
     def read_again(self, current: Pass, values: Any, before: int | None) -> list[FoundAgain] | None:
-        """Return what the same nodes of a later pass `current` saved; None if this pass differs from the recorded one."""
+        """Return what the same nodes of a later pass saved; None if this pass differs from the recorded one."""
         if point_of(current, before) != self.point:
             return None
         tensors = [values] if type(values) is Tensor else list(tensors_in(values))
@@ -222,7 +222,7 @@ class Segment:
 
 
 def point_of(current: Pass, before: int | None) -> tuple[Any, ...]:
-    """Return values that identify a moment of a forward pass: its counts of autograd nodes, and its running calls of modules.
+    """Return values that identify a moment of a pass: its counts of autograd nodes and its running module calls.
 
     The last value says which arguments of the innermost call require a gradient. `before`: the number of the first node after that moment;
     None if the moment is now.

@@ -1,4 +1,4 @@
-"""Defines hooks on modules that do nothing in copies of a model, and hooks on optimizer steps that do not keep their owner alive.
+"""Defines module hooks that do nothing in copies of a model, and optimizer hooks that do not keep their owner alive.
 
 `Hook` is registered on modules, and `num_running` counts a module's running calls, without those that an interrupt ended.
 `register_weakly` is for optimizers: torch iterates over their hooks while it calls them, and raises a RuntimeError if one is removed
@@ -28,7 +28,7 @@ CALL = nn.Module._call_impl.__code__  # of every call of a module that has hooks
 
 
 class Hook:
-    """A hook on a module that is replaced by an empty one in copies of the model (deepcopy and pickle)."""
+    """A hook for modules that becomes an empty hook in copies of the model (deepcopy and pickle)."""
 
     def __init__(self, call: Callable[..., Any] | None = None) -> None:
         self._call = call
@@ -62,7 +62,7 @@ def num_running(module: nn.Module) -> int:
 
 
 def call_always(module: nn.Module, handle: Any, *, is_on: bool) -> None:
-    """Set whether torch calls a module's forward hook even if the forward raises, in which case the hook gets None as the output.
+    """Set whether a module's forward hook is also called after a forward that raises, with None as the output.
 
     `handle` is what `register_forward_hook` returned for the hook.
     """

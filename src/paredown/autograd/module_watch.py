@@ -1,4 +1,4 @@
-"""`Watch`: follows a model's forward pass and reports every tensor that autograd saves, with its slot name.
+"""`Watch` follows a model's forward pass and reports every tensor that autograd saves, with its slot name.
 
 When a module returns, the autograd graph is read backward from its outputs (autograd/graph.py), and the nodes that were not read
 before are visited in the order of their creation. Autograd numbers its nodes; a node belongs to the innermost module that was running
@@ -117,7 +117,7 @@ class Watch(SavedReports):
     def end_first_pass(self) -> None:
         """Remove hooks that are not needed after the first forward pass, and stop reporting small tensors.
 
-        Small tensors are still reported in the first pass that begins with a call of another module than this pass did.
+        The first pass that begins with a call of another module still reports small tensors.
         """
         self.collects_small = False
         self._known_entrances.add(self.entrance)
@@ -134,7 +134,7 @@ class Watch(SavedReports):
         passed_over: frozenset[nn.Module],
         on_recomputation: Callable[[], Store],
     ) -> None:
-        """Follow forward passes that begin with a call of any module, for a session, which these functions belong to.
+        """Follow forward passes that begin with a call of any module, and call these functions of a session.
 
         `passed_over`: modules that the session checkpoints. `on_recomputation` is called when backward runs a layer again that the model
         itself checkpoints.
@@ -154,7 +154,7 @@ class Watch(SavedReports):
             yield
 
     def passing_over(self) -> AbstractContextManager[None]:
-        """Return a context in which modules that this thread calls are not followed, within a pass that is."""
+        """Return a context in which the forward pass of this thread does not record calls of modules."""
         return passed_over(getattr(self._running, "current", None))
 
     @contextmanager
@@ -164,7 +164,7 @@ class Watch(SavedReports):
             yield
 
     def leave_out(self, names: Collection[str], max_bytes: int) -> None:
-        """Stop reporting tensors with these slot names as long as packing each would replace at most `max_bytes` bytes."""
+        """Stop reporting tensors with these slot names whose packing would replace at most `max_bytes` bytes."""
         self._left_out, self._max_left_bytes = frozenset(names), max_bytes
         self._forget()
 
@@ -292,7 +292,7 @@ class Watch(SavedReports):
         self._called[inside].add(module)
 
     def _pass_of(self, module: nn.Module, args: Any) -> Pass | None:
-        """Return the forward pass to which a call of `module` belongs, or begin one; return None if the call is not recorded."""
+        """Return the forward pass that a call of `module` belongs to or begins; None if the call is not recorded."""
         if getattr(self._current(), "entrance", None) is module:
             self._end_interrupted(module)
         current: Pass | None = self._current() or self._second_pass(module, args) or self._branch(module, args)
@@ -307,7 +307,7 @@ class Watch(SavedReports):
         return None
 
     def _follow_again(self, module: nn.Module) -> None:
-        """Register the hooks on the submodules of a checkpointed layer again, since the layer runs without its checkpoint now.
+        """Register the hooks on submodules of a checkpointed layer again, as the layer runs without its checkpoint now.
 
         The hooks were removed while the hooks of the checkpoint replaced all that the layer saved.
         """
@@ -321,7 +321,7 @@ class Watch(SavedReports):
     def _enter_submodule(self, module: nn.Module, args: Any) -> Pass | None:
         """Begin a forward pass with a call of a submodule, and return the pass; None if the call is not followed.
 
-        Calls in backward, where checkpointed layers run again, begin no pass. The first call of the pass stands for the model's own.
+        Calls in backward begin no pass: there a checkpointed layer runs again. The first `ModuleCall` of the pass is one of the model.
         """
         if not self.follows_submodules or not is_grad_enabled() or running_backward() >= 0 or module not in self._handles:
             return None
@@ -333,7 +333,7 @@ class Watch(SavedReports):
         return current
 
     def _leave_submodule(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        """End the forward pass that began with this call of a submodule; an `output` of None means that the call raised."""
+        """End the forward pass that began with this call of a submodule; if `output` is None, the call raised."""
         current.depth -= 1
         if current.depth:
             return self._return(current, module, args, output)
@@ -387,7 +387,7 @@ class Watch(SavedReports):
         current.calls.pop()
 
     def _branch(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin and return a pass for the call of `module` in a worker thread of a running forward pass; None if none is running.
+        """Begin and return a pass for a call of `module` in a worker thread of a forward pass; None if none is running.
 
         Nodes before the arguments belong to the thread that created them. If several forward passes run, it is not known to which of them
         the call belongs, and the result is None.
@@ -409,7 +409,7 @@ class Watch(SavedReports):
         return current
 
     def _second_pass(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin and return a pass for `module` if it is the layer of a reentrant checkpoint that backward runs again, else None."""
+        """Begin and return a pass if `module` is a reentrant checkpoint's layer that backward runs again, else None."""
         if (
             not self.checkpoints.reentrant.get(module)
             or running_backward() < 0
@@ -452,7 +452,7 @@ def is_wrapped_by_compile(model: nn.Module) -> bool:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the user's model inside DistributedDataParallel, DataParallel or torch.compile, so that slots keep their names."""
+    """Return the user's model inside DistributedDataParallel, DataParallel or torch.compile."""
     while isinstance(model, WRAPPERS) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, WRAPPERS) else model._orig_mod  # type: ignore[assignment]
     return model

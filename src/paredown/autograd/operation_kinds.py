@@ -1,4 +1,4 @@
-"""Returns of an operation in a compiled graph what it is to Inductor (view, pointwise, ...), and its floating-point operations."""
+"""Finds what an operation of a compiled graph is to Inductor (view, pointwise, ...), and how many flops it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States what the backward of each operation needs of every tensor that autograd saved for it, one row for each kind of node.
+"""States what the backward of each operation needs of every tensor that autograd saves, a row for each kind of node.
 
 To support the backward of another operation, add a row here; tracing, prediction and sessions read this table.
 
@@ -42,7 +42,7 @@ class Use(str, Enum):
 
 @dataclass(frozen=True)
 class Pin:
-    """The least precision in which a saved tensor may be stored, in significant bits (int8 has 7, e4m3 4, bf16 8), and why."""
+    """The least precision to store a saved tensor in, in significant bits (int8 has 7, e4m3 4, bf16 8), and why."""
 
     significant_bits: int
     reason: str
@@ -99,7 +99,7 @@ class Operand:
     exact_if: Condition | None = None  # a function of the node that returns whether the use is EXACT instead
 
     def at(self, node: Any) -> Operand:
-        """Return this operand as backward of one `node` needs it: its use is EXACT if `exact_if` says so for the node."""
+        """Return this operand as backward of `node` needs it, with the use EXACT if `exact_if` says so."""
         return replace(self, use=Use.EXACT) if self.exact_if is not None and self.exact_if(node) else self
 
     @property
@@ -127,7 +127,7 @@ def _plane_of_input(node: Any) -> int:
 
 
 def _classes(node: Any) -> int:
-    """Return a number that all class targets are below; it is above 256 if ignore_index is negative, which takes a signed dtype."""
+    """Return a number above all class targets; it exceeds 256 if ignore_index is negative and needs a signed dtype."""
     classes, ignored = node._saved_self.shape[1 if node._saved_self.dim() > 1 else 0], int(node._saved_ignore_index)
     return max(classes, ignored + 1) if ignored >= 0 else max(classes, (1 << 8) + 1, 1 - ignored)
 
@@ -303,7 +303,7 @@ ROWS: dict[str, OperationRow] = {
 
 @cache
 def row_of(node_name: str) -> OperationRow:
-    """Return the row in the table of operations for autograd nodes of this name; a row without operands if there is none."""
+    """Return the row in the table of operations for autograd nodes of this name; one without operands if missing."""
     base_name = node_name.removesuffix("0").removesuffix("1").removesuffix("2").removesuffix("Backward")
     return ROWS.get(base_name) or OperationRow(base_name)
 
@@ -336,7 +336,7 @@ SELECTING = "index"  # x[mask] and x[rows]: routing, unless x is a parameter
 
 
 def is_checkpoint_input(name: str) -> bool:
-    """Return whether a slot name is that of an input of a checkpoint.
+    """Return whether a slot name belongs to an input of a checkpointed layer.
 
     >>> is_checkpoint_input("layers.3:checkpoint.input"), is_checkpoint_input("layers.3.fc:input")
     (True, False)
@@ -345,12 +345,12 @@ def is_checkpoint_input(name: str) -> bool:
 
 
 def input_operand(number: int) -> str:
-    """Return the operand name of argument `number` of a checkpoint: "input", "input2" and so on."""
+    """Return the name of a checkpoint's input in slot names, given its `number` from 0: "input", "input2" and so on."""
     return "input" if number == 0 else f"input{number + 1}"
 
 
 def reason_of_ops(ops: Iterable[str]) -> str:
-    """Return why the inputs of a checkpointed layer that has these operations must be kept exactly; "" if they may be quantized.
+    """Return why inputs of a checkpointed layer with these operations must be kept exactly; "" if they need not.
 
     >>> reason_of_ops(["addmm", "relu"])
     'the checkpointed layer applies relu: from a rounded input, comparisons would have other results when it runs again'
@@ -375,7 +375,7 @@ def is_stored_in_second_pass(op: str, needs: Needs) -> bool:
 
 
 def is_large_in_second_pass(nbytes: int) -> bool:
-    """Return whether a storage of `nbytes` is large enough to be packed when backward runs a checkpointed layer again."""
+    """Return whether a storage of `nbytes` is large enough to be packed when backward runs a layer again."""
     return nbytes >= MIN_SECOND_PASS_BYTES
 
 

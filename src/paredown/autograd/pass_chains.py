@@ -1,4 +1,4 @@
-"""Finds the operations between calls of a model's submodules by other code: `h = relu(model.first(x)); model.second(h)`.
+"""Finds operations that other code runs between a model's submodules: `h = relu(model.first(x)); model.second(h)`.
 
 Nodes on the path from an argument of a call back to an output of an earlier call belong to the model, as they would inside its forward,
 and the argument is no tensor of the caller's. Operations of another network are left alone: if a node on the path has a weight that is no
@@ -69,7 +69,7 @@ class PassChain:
             del self._known[next(iter(self._known))]
 
     def before(self, arguments: Sequence[Tensor]) -> Between:
-        """Return the operations that lead from outputs of earlier calls to the arguments of this one."""
+        """Return the autograd nodes that lead from outputs of earlier calls to the `arguments` of a new call."""
         nodes, produced, outputs, held = dict[int, Any](), list[Tensor](), set[int](), set[int]()
         for argument in arguments if self._known else ():
             way = self._way_to(argument.grad_fn) if argument.grad_fn is not None and has_storage(argument) else None
@@ -85,7 +85,7 @@ class PassChain:
         return Between(sorted(nodes.items()), produced, outputs - given, frozenset(given | held))
 
     def _way_to(self, start: Any) -> tuple[dict[int, Any], set[int]] | None:
-        """Return the autograd nodes from outputs of earlier calls to the node `start`, by number, and the storages of these outputs.
+        """Return the nodes (by number) from outputs of earlier calls to the node `start`, and these outputs' storages.
 
         Return None if no such output leads to `start`.
         """
@@ -107,7 +107,7 @@ class PassChain:
         return ({number: found[number] for number in leads}, {known[number] for number in reached} - {0}) if reached else None
 
     def _saved_by_caller(self, nodes: Iterable[Any]) -> set[int] | None:
-        """Return the storages of tensors that `nodes` saved and no operation computed; None if a node reads another network's weight."""
+        """Return storages that `nodes` saved and no operation computed; None if one reads another network's weight."""
         held = set[int]()
         for node in nodes:
             name = node.name()

@@ -28,7 +28,7 @@ ACTIVATIONS = frozenset(("gelu", "silu"))
 
 
 class Rematerialization(NamedTuple):
-    """The way to recompute a saved tensor in backward: apply the operation `op` to the input that the autograd node `source` saved.
+    """The way to recompute a saved tensor in backward: apply the operation `op` to the input that node `source` saved.
 
     `sign`: the node of a ReLU after `op`. `function`: the node of another activation function after `op`. `otherwise`: another way to
     recompute the tensor, for the case that the input which `source` saved is not stored.
@@ -43,7 +43,7 @@ class Rematerialization(NamedTuple):
 
 
 def rematerialization_of(tensor: Tensor) -> Rematerialization | None:
-    """Return the way to recompute `tensor` in backward from a tensor that an earlier node saved; None if there is none."""
+    """Return the way to recompute `tensor` in backward from a tensor that an earlier node saved, or None."""
     node = tensor.grad_fn
     if node is None:
         return None

@@ -1,4 +1,4 @@
-"""`SavedReports` reads the nodes that a forward pass created, and reports what they saved; its subclass `Watch` adds the hooks."""
+"""`SavedReports` reads the nodes that a forward pass created and reports what they saved; `Watch` adds the hooks."""
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
@@ -49,7 +49,7 @@ class SavedReports:
         self.checkpoints = Checkpoints()
 
     def _report_again(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """Report the new saved tensors behind `values` along paths that the last pass recorded, or by a search if the graph differs.
+        """Report the tensors that new nodes behind `values` saved, on the paths of the last pass if these still exist.
 
         `before`: the number of the first node of the call whose arguments `values` are; None if `values` are outputs.
         """
@@ -80,7 +80,7 @@ class SavedReports:
             set_grad_enabled(is_enabled)
 
     def _report(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """Report the tensors that new nodes behind `values` saved, each with the module call in which its node was created.
+        """Report the tensors that new nodes behind `values` saved, with the module calls that created the nodes.
 
         `before`: the number of the first node of the call whose arguments `values` are; None if `values` are outputs.
         """
@@ -130,7 +130,7 @@ class SavedReports:
                 yield saved
 
     def _report_saved(self, node: Any, row: OperationRow, named: Named, current: Pass, call: ModuleCall) -> Saved | None:
-        """Report a tensor that a node saved, and return its description; do nothing and return None if it is too small or left out."""
+        """Report a tensor that a node saved and return its description; None if it is too small or left out."""
         is_large = named[2] is None or named[2].numel() >= self._min_numel
         if not is_large and not self.collects_small:
             return None

@@ -1,4 +1,4 @@
-"""Lets large tensors be stored packed that a checkpointed layer saves in its second forward pass, when backward runs it again.
+"""Lets large tensors be stored packed that a checkpointed layer saves when backward runs it again.
 
 In backward a checkpoint with use_reentrant=False runs its layer again, and holds every tensor that this pass saves until backward reads it:
 in a transformer several times the size of its hidden states, which is the peak of most checkpointed steps. `RecomputedLayer` lets a session
@@ -30,7 +30,7 @@ top_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class CapturedHooks:
-    """Stands for autograd's handle of a saved tensor, and records the pack and unpack hooks that are registered on it."""
+    """Stands for autograd's handle of a saved tensor, and records the pack and unpack hooks registered on it."""
 
     __slots__ = ("_tensor", "packed", "unpack")
 
@@ -60,7 +60,7 @@ class RecomputedSave:
 
 
 def stored_operand(node: Any) -> Any:
-    """Return the packed form of the input `self` of an operation in a layer that backward runs again; None for other nodes."""
+    """Return the packed form of what `node` saved as `self` while backward ran a layer again; None if not packed."""
     raw = getattr(node, "_raw_saved_self", None)
     found = raw.data if raw is not None and raw.unpack_hook is not None else None
     found = found[0] if isinstance(found, tuple) else found  # hooks for packed weights may enclose those of the pass
@@ -78,7 +78,7 @@ class _State:
 
 
 class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
-    """Replaces torch.utils.checkpoint's dictionary of the tensors for one backward, and unpacks packed tensors when they are read."""
+    """Replaces torch.utils.checkpoint's dict of recomputed tensors of one backward; reading unpacks packed ones."""
 
     def __init__(self, state: _State) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
 
 
 class RecomputedPasses(dict[Any, RecomputedTensors]):
-    """Replaces torch.utils.checkpoint's dictionary from the number of a backward to its tensors, and makes missing entries."""
+    """Replaces torch.utils.checkpoint's dict from the number of a backward to its recomputed tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class RecomputedLayer:
         self.modules, self.begin = tuple(module.modules()), begin
 
     def follow(self, frame: Any) -> None:
-        """Replace attributes of a checkpoint's `frame`, so that tensors saved in the layer's second forward pass are packed.
+        """Replace attributes of a checkpoint's `frame`, so that tensors of the second forward pass are packed.
 
         Do nothing if this checkpoint saved another number of tensors than the first one of the layer.
         """

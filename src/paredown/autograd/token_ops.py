@@ -1,4 +1,4 @@
-"""Decides whether a module can run over pieces of a sequence: whether each token of its output depends on that token alone.
+"""Decides whether a module can run over pieces of a sequence: whether each output token depends on one input token.
 
 The tokens of an input (batch, tokens, features) are its dimension -2. `reason_to_run_whole` runs the module twice without gradients, on a
 few tokens whose count is a prime that divides no size of a parameter, so that a dimension of this size has the tokens. Each operation that
@@ -127,12 +127,12 @@ class TokenOps(TorchDispatchMode):
         return out
 
     def place(self, tensor: Tensor) -> int | None:
-        """Return which dimension of a tensor runs over tokens: None if none does, MANY if it is not exactly one dimension."""
+        """Return which dimension of a tensor runs over tokens: None if none does, MANY if it is not just one."""
         found = [place for place, size in enumerate(tensor.shape) if size and size % self._count == 0]
         return None if not found else found[0] if len(found) == 1 and tensor.shape[found[0]] == self._count else MANY
 
     def _reason(self, func: Any, arguments: Any, places: list[int | None], returned: tuple[Any, list[int | None]]) -> str:
-        """Return why an operation reads across tokens; "" if it does not. `returned`: its result, and the token dimensions in it."""
+        """Return why an operation reads across tokens, or "". `returned`: its result and the token dimensions in it."""
         name, (out, results) = func._schema.name.rpartition("::")[2], returned
         is_view = name in TOKEN_VIEWS
         self.calls.append((name, [self._plain(value, by_size=is_view or name in CONSTANTS) for value in tree_leaves(arguments)]))
@@ -166,7 +166,7 @@ class TokenOps(TorchDispatchMode):
 
 
 def mixes(reason: str) -> bool:
-    """Return whether `reason`, from `reason_to_run_whole`, says that the module reads across tokens, as attention does."""
+    """Return whether `reason` (of `reason_to_run_whole`) is that the module reads across tokens, as attention does."""
     return reason.endswith((MIXES[2:], MERGES[2:]))
 
 
@@ -190,7 +190,7 @@ class OperationNames(TorchDispatchMode):
 
 
 def _keeps_tokens(func: Any, name: str, named: dict[str, Any], returned: tuple[Any, Callable[[Tensor], int | None]]) -> bool:
-    """Return whether an operation of the tables computes each token of its result from the same token of its arguments alone.
+    """Return whether an operation of the tables computes each token of its result from that token alone.
 
     `named`: its arguments by name. `returned`: its result, and the function `TokenOps.place`.
     """
@@ -216,7 +216,7 @@ def _keeps_tokens(func: Any, name: str, named: dict[str, Any], returned: tuple[A
 
 
 def _is_outer(left: Tensor, right: Tensor, places: tuple[int | None, int | None], *, is_transposed: bool) -> bool:
-    """Return whether a matrix product sums over another dimension than tokens; `is_transposed`: whether the right operand is."""
+    """Return whether a matrix product does not sum over tokens; `is_transposed`: whether its right operand is."""
     of_left, of_right = places
     summed = (left.dim() - 1, right.dim() - (1 if is_transposed else 2))
     if of_left is not None and of_right is not None:  # a batch of products, one for each token
