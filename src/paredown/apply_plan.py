@@ -49,7 +49,7 @@ def apply(
     guard: Guard | None = None,
     chunked_loss: bool = CHUNKED_LOSS,
 ) -> Session | SimulatedSession:
-    """Apply `plan` to `model` in place, and return the session; your training loop stays as it is. `seed` seeds stochastic rounding.
+    """Apply `plan` to `model` in place and return the session. `seed` is the seed of stochastic rounding.
 
     `mode`: "store" packs tensors between their uses; "simulate", or a `Simulate` with other settings, rounds the values that arithmetic
     sees and saves no memory; "peppp" is the `Simulate` that rounds where PEPPP does. In store mode, `guard` changes formats during training

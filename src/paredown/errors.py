@@ -24,7 +24,7 @@ class PlanError(ParedownError, ValueError):
 
 
 class CalibrationError(ParedownError, RuntimeError):
-    """Raised for a calibration (a device's measured speeds) that is missing, of another device or version, or cannot be measured."""
+    """Raised for a calibration (measured speeds) that is missing, of another device or version, or not measurable."""
 
 
 class TraceError(ParedownError, RuntimeError):
@@ -44,7 +44,7 @@ class VerificationError(ParedownError, RuntimeError):
 
 
 class BudgetError(ParedownError, ValueError):
-    """Raised for a size that cannot be parsed or a budget that no plan fits; `smallest_bytes` is the smallest one that fits, if known."""
+    """Raised for a size that cannot be parsed or a budget no plan fits; `smallest_bytes` is the least that one fits."""
 
     smallest_bytes: int | None = None
 
@@ -70,4 +70,4 @@ class TaskError(ParedownError, ValueError):
 
 
 class PriorError(ParedownError, ValueError):
-    """Raised for a prior (errors of formats in earlier tasks) that cannot be read or written, or whose name is unknown."""
+    """Raised for a prior (results of earlier trainings) that cannot be read or written, or whose name is unknown."""
