@@ -379,7 +379,7 @@ def _state_bytes(model: nn.Module) -> list[StoredBytes]:
 
 
 def requests_optimizer(model: nn.Module, plan: Plan) -> bool:
-    """Return whether a plan has formats for trained parameters or their state, which paredown.optim implements."""
+    """Return whether a plan has formats for trained parameters or their state, which need a paredown optimizer."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and not is_small(parameter.shape)]
     return any(plan.find((name,), role).format is not None for name in trained for role in (Role.WEIGHT, *STATE))
 

@@ -133,7 +133,7 @@ class CheckpointedModules:
 
 
 def _called_again(module: nn.Module, num_args: int, named: Sequence[str], /, *values: Any, **kwargs: Any) -> Any:
-    """Call `module` with the first `num_args` of `values` as arguments, the others as the keywords `named`.
+    """Call `module` with `num_args` of `values` as positional arguments, the others as the keywords `named`.
 
     torch.utils.checkpoint saves positional tensors with autograd, so that they can be packed; keyword arguments it only refers to.
     """

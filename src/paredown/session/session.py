@@ -92,7 +92,7 @@ NO_SUCH_TENSOR = "store mode has no such tensor"
 
 
 class Session:
-    """Applies a plan to a model until `close`: packs activations and weights, and reports what it could not."""
+    """Applies a plan to a model until `close`: packs activations and weights, and reports what it cannot pack."""
 
     awaits_optimizer = False  # whether an integration creates an optimizer of paredown.optim later, so that `changes` asks for none
 

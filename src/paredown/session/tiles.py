@@ -142,7 +142,7 @@ class TiledModules:
             yield
 
     def check(self, asked: TiledCall) -> None:
-        """Raise ApplyError if a rule names the module of `asked`, and no module in it (nor itself) can be tiled."""
+        """Raise ApplyError if a rule names the module of `asked`, but neither it nor a submodule can run in pieces."""
         inside = [call for path, call in self._calls.items() if is_inside(path, asked.path)]
         if asked.path in self._asked and asked.whole is not None and not any(call.is_by_token for call in inside):
             why = next((call.whole.text for call in inside if call.whole is not None), "")
@@ -202,7 +202,7 @@ class TiledCall:
         return True
 
     def detach(self) -> None:
-        """Make the module run whole."""
+        """Restore the module's own call, so that it runs on the whole sequence."""
         module = self.module()
         if module is not None and module._compiled_call_impl is self:
             module._compiled_call_impl = None
@@ -272,7 +272,7 @@ class TiledCall:
 
 
 class TileRun:
-    """Holds the data of one call of a tiled module that its backward needs beside the saved input.
+    """Holds what the backward of one call of a tiled module needs beside the saved input.
 
     `out` is the output of the call until `Tiles.forward` returns it.
     """

@@ -164,7 +164,7 @@ class PlanPartitioner(CustomPartitionerFn):
         return forward, backward
 
     def _recompute(self, editor: GraphEditor, joint: JointGraph, report: GraphReport) -> set[str]:
-        """Make backward recompute the saved tensors that the plan names; return the saved tensors that this reads.
+        """Make backward recompute saved tensors that the plan names; return the names of tensors that this reads.
 
         A name in the plan that several saved tensors have stands for none of them.
         """
@@ -330,7 +330,7 @@ class PlanBackend:
 
 
 def inductor_of(options: dict[str, Any]) -> Any:
-    """Return Inductor as a backend of torch.compile with these `options`, and remove from them what it takes."""
+    """Return Inductor as a backend of torch.compile set by `options`; the options that it takes are removed."""
     backend = options.pop("backend", "inductor")
     if backend != "inductor":
         raise ApplyError(

@@ -248,7 +248,7 @@ class HostCopies:
         return stored, self._copy([(target, piece) for piece, target in pairs], device)
 
     def wait(self, copied: Any, device: torch.device) -> None:
-        """Let the current stream of `device` wait for the copies that the event `copied` completes."""
+        """Let the current stream of `device` wait for the event `copied`, at which copies are complete."""
         if copied is not None:
             torch.cuda.current_stream(device).wait_event(copied)
 

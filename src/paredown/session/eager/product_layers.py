@@ -168,7 +168,7 @@ class ProductLayers:
         return {path: COMPILED for path, hook in self._hooks.items() if hook.was_compiled}
 
     def changes(self) -> Iterator[Change]:
-        """Yield a `Change` for layers that multiply codes of one element, and for each that does not as requested."""
+        """Yield a `Change` for layers that multiply codes, by element, and for each layer that should and does not."""
         multiplied = self.multiplied
         for element in dict.fromkeys(multiplied.values()):
             paths = [path for path, of in multiplied.items() if of == element]

@@ -141,7 +141,7 @@ class StoredForm(ABC):
         return self.plain_values
 
     def is_of(self, piece: StoragePiece) -> bool:
-        """Return whether the data stored here is that of the memory `piece`."""
+        """Return whether this object stores the data of the memory `piece`."""
         return self.weak_storage == piece.address
 
     def restore_original(self, holder: Tensor) -> bool:

@@ -159,7 +159,7 @@ def load_packed(
 
 
 def _name_in_files(names: Sequence[str], checkpoint: Checkpoint) -> str:
-    """Return the first name of a tied parameter in the files; raise CheckpointError if values of others differ."""
+    """Return the first name of a tied parameter in the files; raise CheckpointError if its values there differ."""
     first, *rest = [name for name in names if name in checkpoint.tensors]
     for name in rest:
         values = [value for value in (checkpoint.tensors[part].read() for part in (first, name)) if isinstance(value, Tensor)]

@@ -211,7 +211,7 @@ def write_shards(
     describe: Callable[[dict[str, str]], dict[str, str]],
     max_bytes: int,
 ) -> None:
-    """Write records into files of at most `max_bytes` (or one record), then their index `name`.
+    """Write records into files of at most `max_bytes` each (or one larger record), then their index `name`.
 
     `describe` returns the metadata of a file from the texts of its records. Files of an earlier checkpoint of this name are deleted last.
     """
