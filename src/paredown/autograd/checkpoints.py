@@ -259,7 +259,7 @@ class Checkpoints:
         self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of an input, whether it needs a gradient) -> reason
 
     def store_by(self, on_recomputation: Callable[[], Store]) -> None:
-        """Set the function that is called when backward runs a layer again, and returns one that packs saved tensors.
+        """Set the function called when backward runs a layer again, which returns a function that packs saved tensors.
 
         The returned function is called with each tensor that the layer saves in this run.
         """
@@ -282,14 +282,14 @@ class Checkpoints:
         call.checkpoint = frame, f"{call.path}:{CHECKPOINT}." if is_passed_on else _place_in(parent)
 
     def inputs(self, current: Pass, call: ModuleCall, output: Any) -> list[Saved]:
-        """Return descriptions of a checkpoint's inputs, when `call`, the first call in it, returns `output`."""
+        """Return descriptions of a checkpoint's inputs when `call`, its first call of a module, returns `output`."""
         assert call.checkpoint is not None
         frame, place = call.checkpoint
         inputs = [(raw, tensor) for raw, tensor in inputs_of(frame) if has_storage(tensor)]
         return self._described(current, place, inputs, lambda tensor: reason_exact(tensor, output, call.first, call.module))
 
     def follow(self, current: Pass, call: ModuleCall) -> None:
-        """Prepare a checkpoint to pack the tensors saved in its second forward pass; `call` is the first call in it."""
+        """Prepare a checkpoint to pack tensors saved in its second forward pass; `call`: its first call of a module."""
         assert call.checkpoint is not None
         frame = call.checkpoint[0]
         if self.on_recomputation is not None and call.is_checkpointed:

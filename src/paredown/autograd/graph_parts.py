@@ -134,8 +134,8 @@ Found = dict[int, tuple[int | None, int]]
 def _reach(starts: Sequence[Any], created: Mapping[int, Any]) -> tuple[Found, dict[int, list[tuple[int, int]]]]:
     """Search autograd's graph from the nodes `starts`; return how each node was reached, and the edges taken from it.
 
-    The first maps a node's number to (number of the previous node or None, index of the edge or start), the second to a list of (edge,
-    number of the next node). `created`: the nodes of the pass by number; no others are visited.
+    The first dict maps a node's number to (number of the previous node or None, index of the edge or start), the second to a list of
+    (edge, number of the next node). `created`: the nodes of the pass by number; no others are visited.
     """
     found, edges = Found(), dict[int, list[tuple[int, int]]]()
     queue: list[tuple[Any, int | None, int]] = [(start, None, index) for index, start in enumerate(starts)]

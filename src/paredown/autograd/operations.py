@@ -303,7 +303,7 @@ ROWS: dict[str, OperationRow] = {
 
 @cache
 def row_of(node_name: str) -> OperationRow:
-    """Return the row in the table of operations for autograd nodes of this name; one without operands if missing."""
+    """Return the row in the table of operations for autograd nodes of this name; an empty row if there is none."""
     base_name = node_name.removesuffix("0").removesuffix("1").removesuffix("2").removesuffix("Backward")
     return ROWS.get(base_name) or OperationRow(base_name)
 
