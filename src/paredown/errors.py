@@ -44,7 +44,7 @@ class VerificationError(ParedownError, RuntimeError):
 
 
 class BudgetError(ParedownError, ValueError):
-    """Raised for a size that cannot be parsed or a budget no plan fits; `smallest_bytes` is the least that one fits."""
+    """Raised for a size that cannot be parsed or a budget that no plan fits; `smallest_bytes` is what would fit."""
 
     smallest_bytes: int | None = None
 

@@ -145,7 +145,7 @@ def object_parts(
 
 
 def read_json(path: PathText, what: str, error: Raises, *, hint: str = "", name: str = "", most_bytes: int = MOST_BYTES) -> Any:
-    """Return the value of a JSON file, or raise `error`; `hint` is advice on other files, `name` replaces the path."""
+    """Return a JSON file's value, or raise `error`; `hint`: advice if it is not JSON; `name`: shown as the path."""
     data = read_bytes(path, what, error, name=name, most_bytes=most_bytes)
     return parse_json(data, what, error, hint=hint, name=name or str(path))
 
