@@ -186,7 +186,7 @@ class ActivationBytes(NamedTuple):
 class ForwardCount:
     """Counts the forward passes of a session; the count selects the random bits of stochastic rounding.
 
-    Kernels read the count in their device's memory, so that each replay of a CUDA graph draws new bits: a captured pass is counted there alone.
+    Kernels read the count in their device's memory, so each replay of a CUDA graph draws new bits; there alone captured passes count.
     """
 
     def __init__(self) -> None:
