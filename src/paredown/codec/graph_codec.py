@@ -5,6 +5,7 @@
     paredown::decode        `decode_in_graph` as one node, which Inductor fuses into its readers
     paredown::unpack_bits   the same for `unpack_mask_in_graph`; some twenty nodes for each would take longer to compile
     paredown::cast_all      casts of many tensors to one dtype, which Inductor makes one kernel of
+    paredown::in_memory     a copy of a tensor that Inductor writes to memory once for all of its readers
 
 The lowerings of these operations are in session/compiled/lowerings.py; where they do not cover a format or symbolic sizes, the functions
 are traced into aten operations. Parts are 1-D, in the layout of the reference. Triton contracts value * scale + minimum into one fused
@@ -55,6 +56,7 @@ _LIBRARY.define(
 _LIBRARY.define("decode(Tensor[] parts, str format, ScalarType dtype, int[] sizes, int[] dims) -> Tensor")
 _LIBRARY.define("unpack_bits(Tensor bits, int[] sizes, int[] dims) -> Tensor")
 _LIBRARY.define("cast_all(Tensor[] tensors, ScalarType dtype) -> Tensor[]")
+_LIBRARY.define("in_memory(Tensor x) -> Tensor")
 
 
 def covers(format: Format) -> bool:
@@ -229,14 +231,20 @@ def cast_all(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [tensor.to(dtype) for tensor in tensors]
 
 
+def in_memory(x: Tensor) -> Tensor:
+    """Return a copy of `x`."""
+    return x.clone()
+
+
 def _empty(source: Tensor, dtype: torch.dtype, sizes: list[int], dims: list[int]) -> Tensor:
     return source.new_empty(sizes, dtype=dtype).permute(dims)
 
 
 for _device in ("CUDA", "CPU"):
-    for _function in (encode, decode, unpack_bits, cast_all):
+    for _function in (encode, decode, unpack_bits, cast_all, in_memory):
         _LIBRARY.impl(_function.__name__, _function, _device)
 torch.library.register_fake("paredown::encode", _empty_parts, lib=_LIBRARY)
 torch.library.register_fake("paredown::decode", lambda parts, *t: _empty(parts[0], *t[-3:]), lib=_LIBRARY)
 torch.library.register_fake("paredown::unpack_bits", lambda bits, *t: _empty(bits, torch.bool, *t), lib=_LIBRARY)
 torch.library.register_fake("paredown::cast_all", cast_all, lib=_LIBRARY)
+torch.library.register_fake("paredown::in_memory", torch.empty_like, lib=_LIBRARY)

@@ -77,14 +77,22 @@ def _transpose(graph: fx.Graph, chain: Sequence[fx.Node]) -> fx.Node:
     return call
 
 
-def call_transposes(backward: fx.GraphModule) -> None:
+def finish_products(backward: fx.GraphModule) -> None:
+    """Insert operations that Inductor does not fuse into a backward graph: transposes of 8-bit codes, and shared ones.
+
+    Graphs are partitioned before that, since the partitioner would save the result of an operation that it does not know.
+    """
+    call_transposes(backward.graph)
+    share_ones(backward.graph)
+    backward.recompile()
+
+
+def call_transposes(graph: fx.Graph) -> None:
     """Make each transpose of 8-bit codes in a backward graph one operation, which Inductor does not fuse.
 
     On CUDA Inductor would fuse transposes into reductions; the operation is a kernel of its own. On a CPU it would fuse them with the
     decoding of a packed input, and fail where tokens and inputs differ in number (`try_loop_split` of torch 2.13, an AssertionError).
-    Graphs are partitioned before that, since the partitioner would save the result of an operation that it does not know.
     """
-    graph = backward.graph
     for node in list(graph.nodes):
         is_last = is_transpose(node) and not any(is_transpose(user) for user in node.users)
         if not is_last or node.meta["val"].device.type not in _devices():
@@ -98,4 +106,18 @@ def call_transposes(backward: fx.GraphModule) -> None:
         for one in chain:
             if not one.users:
                 graph.erase_node(one)
-    backward.recompile()
+
+
+def share_ones(graph: fx.Graph) -> None:
+    """Let all products of a graph read the same ones, where they have no scales for the second operand.
+
+    A tensor of one number has no memory until Inductor writes it, which it would do for each product: 7 launches for each layer.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.full.default):
+        products = [user for user in node.users if user.target is torch.ops.aten._scaled_mm.default]
+        if len(products) > 1:
+            with graph.inserting_after(node):
+                ones = graph.call_function(torch.ops.paredown.in_memory.default, (node,))
+            ones.meta = dict(node.meta)
+            for product in products:
+                product.replace_input_with(node, ones)

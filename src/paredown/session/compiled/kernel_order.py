@@ -2,8 +2,8 @@
 
 The order is that of the graph, by the last operation of each kernel. Inductor sorts fused kernels by their first operation. A kernel that
 adds up gradients of all layers, such as that of the condition of adaptive norms, then pulls all of backward in front of the gradients of
-weights, and what these read stays in memory: decoded tensors of all layers, 2.5 of 6.2 GiB of a DiT in 8 bits. Inductor then compares this
-order with others by its own estimate of the peak.
+weights, and what these read stays in memory: decoded tensors of all layers, 2.5 of 6.2 GiB of a DiT in 8 bits.
+Inductor's comparison of orders by its own estimate of the peak is switched off (graph_packing.py).
 
     operations   a1 s1 w1 a2 s2 w2        a: gradient of activations, w: of weights, s: a term of a sum, s1 + s2 one kernel
     by first     a1 a2 s1+s2 w1 w2

@@ -160,6 +160,13 @@ def cast_all(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
     return results
 
 
+@register_lowering(torch.ops.paredown.in_memory.default, type_promotion_kind=None)
+def in_memory(x: Any) -> Any:
+    """Return `x`, written to memory once for all of its readers."""
+    x.realize()
+    return x
+
+
 # --- encode ---------------------------------------------------------------------------------------------------------------------------
 
 
