@@ -1,4 +1,4 @@
-"""The tables that a session prints: changes, guard actions and the explanation of every slot.
+"""Makes the tables that a session prints: changes, guard actions and the explanation of every tensor.
 
 `Changes`: the slots that are not stored as the plan requests, with the requested format (asked), the one used (given) and the reason.
 
@@ -93,7 +93,7 @@ REPLICATED = (
 
 @dataclass(frozen=True)
 class Change:
-    """A slot (a tensor of the step) that is stored in the format `given`, while the plan requests `asked`."""
+    """Says that a slot (a tensor of the step) is stored in the format `given`, while the plan requests `asked`."""
 
     slot: str
     asked: str
@@ -102,7 +102,7 @@ class Change:
 
 
 class Changes(TableRows[Change]):
-    """The value of `session.changes`: a `Change` for each tensor that is not stored as requested; prints as a table."""
+    """Lists, as `session.changes`, a `Change` for each tensor that is not stored as requested; prints as a table."""
 
     __slots__ = ()
     columns = ("slot", "asked", "given", "why")
@@ -125,7 +125,7 @@ def describe_state(state: Any) -> str:
 
 @dataclass(frozen=True)
 class Action:
-    """A change made by a guard during training: from step `step` on, `slot` has format `after`, not `before`."""
+    """Records what a guard did during training: from step `step` on, `slot` has the format `after`, not `before`."""
 
     step: int
     slot: str
@@ -139,7 +139,7 @@ class Action:
 
 
 class Actions(TableRows[Action]):
-    """The value of `session.actions`: all changes of formats that a guard made, printed as a table."""
+    """Lists, as `session.actions`, all changes of formats that a guard made; prints as a table."""
 
     __slots__ = ()
     columns = ACTION_COLUMNS
@@ -148,7 +148,7 @@ class Actions(TableRows[Action]):
 
 @dataclass(frozen=True)
 class SlotExplanation:
-    """A row of `session.explain()`: requested format, format in use and the reason, for one tensor of the step."""
+    """States requested format, format in use and the reason for one tensor of the step (`session.explain()`)."""
 
     slot: str
     asked: str
@@ -157,7 +157,7 @@ class SlotExplanation:
 
 
 class Explanation(TableRows[SlotExplanation]):
-    """The result of `session.explain()`: a row for each tensor of the step, printed as a table."""
+    """Lists a row for each tensor of the step; `session.explain()` returns it, and it prints as a table."""
 
     __slots__ = ()
     columns = EXPLANATION_COLUMNS
@@ -264,7 +264,7 @@ REASON_LENGTH = 110  # letters
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """The bytes of one kind of tensor, such as "activations": as the session stores them, and as the unmodified model does.
+    """Counts the bytes of one kind of tensor, such as "activations", in the session and in the unmodified model.
 
     `stored` are on the model's device, `on_host` in host memory; the unmodified model stores `baseline`.
     """
@@ -282,7 +282,7 @@ class StoredBytes:
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of `session.summary()`: stored bytes against the baseline, and what is not stored as requested."""
+    """Holds the result of `session.summary()`: stored bytes against the baseline, and what is stored otherwise."""
 
     model: str
     state: str

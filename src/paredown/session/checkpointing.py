@@ -150,7 +150,7 @@ def callable_paths(path: str, module: nn.Module) -> Iterator[str]:
 
 
 class _ReusableContext:
-    """A context manager that can be entered repeatedly, since each backward of a retained graph runs a module again."""
+    """Makes a context anew whenever it is entered, since each backward of a retained graph runs a module again."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
@@ -246,7 +246,7 @@ class StoredOperand:
 
     @property
     def is_decoded_alone(self) -> bool:
-        """Whether the decoded values belong to this saved tensor alone, so that they may be overwritten."""
+        """Return whether the decoded values belong to this saved tensor alone, so that they may be overwritten."""
         form = self.view.form
         return form.num_views == 1 and form.plain_values is None and isinstance(form, StoredValues | RecomputedValues)
 
@@ -257,7 +257,7 @@ class StoredOperand:
 
 @final
 class Factor(Tensor):
-    """A tensor subclass that stands for a packed operand of an elementwise product, and is decoded when read.
+    """Stands, as a tensor subclass, for a packed operand of an elementwise product, and is decoded when it is read.
 
     Backward of a product unpacks both operands at once. When a `Factor` is multiplied by a gradient of the same layout, the result
     overwrites the decoded copy, so that three tensors exist instead of five.

@@ -36,7 +36,7 @@ class MeasuredRuns:
 
     @property
     def packed_weights(self) -> Mapping[str, Weight]:
-        """The packed weights, by the names of their parameters."""
+        """Return the packed weights, by the names of their parameters."""
         return self._weights.weights
 
     def decision_of(self, name: str) -> StorageDecision | None:

@@ -152,42 +152,42 @@ class Session:
 
     @property
     def seed(self) -> int:
-        """The seed of stochastic rounding."""
+        """Return the seed of stochastic rounding."""
         return self._activations.seed
 
     @property
     def forwards(self) -> int:
-        """The number of forward passes with gradients so far, which selects random bits of stochastic rounding."""
+        """Return the number of forward passes with gradients so far, which selects random bits for rounding."""
         return self._compiled.calls if self._compiled is not None else self._activations.forwards
 
     @property
     def has_run(self) -> bool:
-        """Whether a forward pass with gradients has run; unlike `forwards`, this is known without reading from a device."""
+        """Return whether a forward pass with gradients has run, without reading from a device as `forwards` may."""
         return self._compiled.calls > 0 if self._compiled is not None else self._activations.count.has_run
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of activations that are stored packed at this moment on the model's device; `host_bytes` has those in host memory."""
+        """Return the bytes of packed activations now on the model's device; `host_bytes` has those in host memory."""
         return self._activations.stored_bytes + (self._compiled.stored_bytes if self._compiled is not None else 0)
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of packed activations that are in host memory at this moment, because the plan offloads them."""
+        """Return the bytes of packed activations that are now in host memory, because the plan offloads them."""
         return self._activations.host_bytes
 
     @property
     def runs(self) -> MeasuredRuns:
-        """The contexts in which `verify` runs training steps of this model."""
+        """Return the contexts in which `verify` runs training steps of this model."""
         return MeasuredRuns(self._activations, self._watch, self._weights, self._checkpointed, self._tiles)
 
     @property
     def model(self) -> nn.Module | None:
-        """The model that the session belongs to; None if it was deleted."""
+        """Return the model that the session belongs to; None if it was deleted."""
         return self._model()
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of codes and scales of the packed weights."""
+        """Return the bytes of codes and scales of the packed weights."""
         return self._weights.nbytes
 
     def compile(self, **options: Any) -> Any:
@@ -230,7 +230,7 @@ class Session:
 
     @property
     def changes(self) -> Changes:
-        """The tensors of a step that are not stored as the plan requests; complete after the first forward pass.
+        """Return the tensors of a step that are not stored as the plan requests; complete after the first forward pass.
 
         After `close`, these are the changes that the session had when it was closed.
         """
@@ -274,17 +274,17 @@ class Session:
 
     @property
     def actions(self) -> Actions:
-        """What the guard did, in order (formats raised and lowered, steps skipped); empty without a guard."""
+        """Return what the guard did, in order (formats raised and lowered, steps skipped); empty without a guard."""
         return Actions(self._guard.actions if self._guard is not None else ())
 
     @property
     def budget_bytes(self) -> int | None:
-        """The guard's limit on the predicted peak memory, in bytes; None without a guard."""
+        """Return the guard's limit on the predicted peak memory, in bytes; None without a guard."""
         return self._guard.budget_bytes if self._guard is not None else None
 
     @property
     def sensitivities(self) -> Any:
-        """The gradient error from rounding each saved tensor, as given to the guard or measured last, or None."""
+        """Return the gradient error of rounding each saved tensor, as given to the guard or measured last, or None."""
         return self._guard.sensitivities if self._guard is not None else None
 
     def reprobe(self, batch: Any, *, loss: Callable[..., Tensor] | None = None) -> Any:

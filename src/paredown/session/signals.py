@@ -40,7 +40,7 @@ CENTERED_LEN = 64  # consecutive values that are assumed to share a mean, as tho
 
 @dataclass(frozen=True)
 class SlotSignal:
-    """What a guard reads of a packed tensor: squared relative rounding error, and largest magnitude (inf for NaN)."""
+    """Holds squared relative rounding error and largest magnitude (inf for NaN) of a packed tensor, for a guard."""
 
     error: float
     largest: float
@@ -60,12 +60,12 @@ class Signals:
 
     @property
     def has_any(self) -> bool:
-        """Whether an activation that is to be measured was packed so far, so that there are numbers to read."""
+        """Return whether an activation that is to be measured was packed so far, so that there are numbers to read."""
         return self._numbers is not None
 
     @property
     def device(self) -> torch.device:
-        """The device on which measurements are stored; the CPU before the first one."""
+        """Return the device on which measurements are stored; the CPU before the first one."""
         return self._numbers.device if self._numbers is not None else torch.device("cpu")
 
     def read(self, norm: Tensor | None) -> tuple[float, dict[str, SlotSignal]]:
@@ -147,7 +147,7 @@ def relative_error(exact: Tensor, rounded: Tensor, *, is_centered: bool) -> Tens
 
 
 class SessionGuard(ABC):
-    """The methods and attributes of a guard, which changes formats during training, that its session uses."""
+    """Declares what a session uses of its guard, which changes formats during training."""
 
     slots: Mapping[str, Any]  # the slots that the guard measures, by name, as the trace has them
     signals: Signals

@@ -67,7 +67,7 @@ TWICE = (
 
 
 class Reason(NamedTuple):
-    """The reason why a module runs whole, rather than over pieces of the sequence.
+    """Says why a module runs whole, rather than over pieces of the sequence.
 
     `is_expected`: such modules, attention for example, never run in pieces, so a rule for the layer around them does not mean them.
     """
@@ -126,7 +126,7 @@ class TiledModules:
 
     @property
     def is_running(self) -> bool:
-        """Whether this thread is running a tiled module on one piece, or is in the context of `paused`."""
+        """Return whether this thread is running a tiled module on one piece, or is in the context of `paused`."""
         return getattr(self._local, "is_running", False)
 
     @contextmanager
@@ -209,7 +209,7 @@ class TiledCall:
 
     @property
     def was_called(self) -> bool:
-        """Whether a forward pass with gradients has called the module, other than on a piece of a module around it."""
+        """Return whether a forward pass with gradients has called the module, except for a piece of an outer module."""
         return self.is_by_token or self.whole is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -380,7 +380,7 @@ class GradientSums:
 
 @final
 class TileInput(Function):
-    """An autograd function that saves the input of a tiled module, and returns an empty tensor whose node holds the input."""
+    """Saves the input of a tiled module, as an autograd function, and returns an empty tensor whose node holds it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *trained: Tensor) -> Tensor:
@@ -397,7 +397,7 @@ class TileInput(Function):
 
 @final
 class Tiles(Function):
-    """An autograd function that returns a tiled module's output, and runs the module again in backward."""
+    """Returns the output of a tiled module, as an autograd function, and runs the module again in backward."""
 
     @staticmethod
     def forward(ctx: Any, run: TileRun, kept: Tensor, x: Tensor, *trained: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ READ_INTERVAL = 8
 
 @dataclass(eq=False, slots=True)
 class DeviceReading:
-    """Numbers that were read from a tensor on a device, while newer ones may be on their way to the host.
+    """Holds numbers that were read from a device, while newer numbers may be on their way to the host.
 
     `forwards`: the number of the forward pass that last asked for numbers. `pending`: the newer numbers; None if none are copied.
     """
@@ -76,7 +76,7 @@ class DeviceReading:
 
 
 class KnownReason(NamedTuple):
-    """A reason to leave a saved tensor unmodified ("" for none), with the format and numbers it follows from."""
+    """Holds a reason to leave a saved tensor unmodified ("" for none), and the format and numbers behind it."""
 
     reason: str
     reading: DeviceReading
@@ -333,7 +333,7 @@ def update_reading(reading: DeviceReading, measure: Callable[[], Tensor], forwar
 
 
 class Bounds(NamedTuple):
-    """The bounds of a stored mask: the bit of a value is `low < value < high`.
+    """Holds the bounds of a stored mask: the bit of a value is `low < value < high`.
 
     `values` are the numbers that bits 1 and 0 are decoded as; None if a bit for each value is not enough for backward.
     """

@@ -74,7 +74,7 @@ class CompiledGraphs:
 
     @property
     def decisions(self) -> dict[str, GraphDecision]:
-        """How each saved tensor of all graphs is stored, by the first of its slot names (the names of eager mode)."""
+        """Return how each saved tensor of all graphs is stored, by its first slot name (its name in eager mode)."""
         return {name: d for report in self.reports for d in report.decisions for name in d.slot.names[:1]}
 
     def format_of(self, name: str) -> Format | None:
@@ -103,7 +103,7 @@ class CompiledGraphs:
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of codes, scales and masks of all calls whose backward has not run yet.
+        """Return the bytes of codes, scales and masks of all calls whose backward has not run yet.
 
         If sizes are dynamic, these are the bytes for the sizes that a graph was compiled with.
         """

@@ -39,7 +39,7 @@ ENOUGH_NUMBERS = NUM_NUMBERS // 2  # the rest is for the signals of guards
 
 @dataclass(frozen=True)
 class GraphCheck:
-    """A measurement of `count` numbers in a compiled graph that decide whether an operation's operands may be packed.
+    """Measures `count` numbers in a compiled graph that decide whether an operation's operands may be packed.
 
     Checks of the same `kind` are measured together, by one call of `join` with the tensors that `measure` returns for all of them.
     `reason` is a function from the numbers to a reason not to pack the operands, or "".

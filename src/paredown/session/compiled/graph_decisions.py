@@ -1,4 +1,4 @@
-"""How the saved tensors of compiled graphs are stored: decisions, their report, and the facts about fake tensors that they depend on.
+"""States how saved tensors of compiled graphs are stored, and finds the facts about fake tensors that decide it.
 
 Sizes may be symbolic: `hint` is the size of the example that a graph was traced with.
 """
@@ -67,7 +67,7 @@ class ValueCheck:
 
 @dataclass
 class GraphReport:
-    """A report on one compiled graph: how each saved tensor is stored, and which numbers the graph measures."""
+    """Reports on one compiled graph: how each saved tensor is stored, and which numbers the graph measures."""
 
     decisions: list[GraphDecision]
     mask_bytes: int = 0
@@ -78,7 +78,7 @@ class GraphReport:
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of codes, scales and masks that one forward pass of the graph stores."""
+        """Return the bytes of codes, scales and masks that one forward pass of the graph stores."""
         return self.mask_bytes + sum(d.stored_bytes for d in self.decisions if d.format is not None)
 
 

@@ -73,7 +73,7 @@ class GraphCodec:
 
     @property
     def arguments(self) -> tuple[str, str, str, int, int]:
-        """The arguments of `paredown::encode` after its tensors."""
+        """Return the arguments of `paredown::encode` after its tensors."""
         overflow = default_overflow(self.format).value
         return str(self.format), self.rounding.value, overflow, self.seed, self.tensor_id
 

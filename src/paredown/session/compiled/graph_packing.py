@@ -112,7 +112,7 @@ KEEPS_LOOPS = {"loop_ordering_after_fusion": False}
 
 @dataclass(frozen=True, eq=False)
 class PlanPartitioner(CustomPartitionerFn):
-    """A partitioner for torch.compile that splits joint graphs as torch does, and packs what forward saves."""
+    """Splits joint graphs for torch.compile as its own partitioner does, and packs what forward saves."""
 
     plan: Plan
     seed: int
@@ -283,7 +283,7 @@ def chains_to_save(backward: fx.Graph, bits: Mapping[str, float]) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class PlanBackend:
-    """A backend of torch.compile: Inductor with a `PlanPartitioner`, and two more inputs of each graph (step counter, measured numbers)."""
+    """Compiles graphs by Inductor with a `PlanPartitioner` and two more inputs: step counter and measured numbers."""
 
     graphs: CompiledGraphs  # the current plan, seed and step counters
     partitioner: PlanPartitioner

@@ -78,7 +78,7 @@ def _transpose(graph: fx.Graph, chain: Sequence[fx.Node]) -> fx.Node:
 
 
 def finish_products(backward: fx.GraphModule) -> None:
-    """Insert operations that Inductor does not fuse into a backward graph: transposes of 8-bit codes, and shared ones.
+    """Insert operations that Inductor does not fuse into backward: transposes of codes, and a shared tensor of ones.
 
     Graphs are partitioned before that, since the partitioner would save the result of an operation that it does not know.
     """
@@ -109,7 +109,7 @@ def call_transposes(graph: fx.Graph) -> None:
 
 
 def share_ones(graph: fx.Graph) -> None:
-    """Let all products of a graph read the same ones, where they have no scales for the second operand.
+    """Make all products of a graph read the same tensor of ones as the scales that their second operand lacks.
 
     A tensor of one number has no memory until Inductor writes it, which it would do for each product: 7 launches for each layer.
     """

@@ -50,7 +50,7 @@ def sampled(flat: Tensor, format: Format) -> Tensor:
 
 @dataclass(frozen=True)
 class SlotMeasure:
-    """A function that measures the rounding error and the largest value of one packed tensor in a graph."""
+    """Measures the rounding error and the largest value of one packed tensor in a graph, when it is called."""
 
     slot: GraphSlot
     format: Format

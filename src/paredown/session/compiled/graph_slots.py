@@ -71,7 +71,7 @@ _PATH = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 
 @dataclass(frozen=True)
 class GraphSlot:
-    """A saved tensor of a compiled graph: the slot names that it has in eager mode, and what backward needs of it.
+    """Describes a saved tensor of a compiled graph: its slot names in eager mode, and what backward needs of it.
 
     `reason`: why backward needs it exactly, "" if it does not.
     """
@@ -84,7 +84,7 @@ class GraphSlot:
 
 @dataclass
 class JointGraph:
-    """The operations of the model that are found in a joint graph of forward and backward, before it is partitioned."""
+    """Holds the model's operations that were found in a joint graph of forward and backward."""
 
     operations: dict[int, GraphOperation] = field(default_factory=dict)  # by seq_nr
     numbers: dict[str, int] = field(default_factory=dict)  # seq_nr of every node
@@ -93,7 +93,7 @@ class JointGraph:
 
 @dataclass
 class GraphOperation:
-    """An operation of the model in a joint graph: its row in the table of operations, its module, and its nodes."""
+    """Describes a model's operation in a joint graph: its row in the table of operations, its module and nodes."""
 
     aten: str
     row: OperationRow
@@ -215,7 +215,7 @@ def _uses(saved: fx.Node, joint: JointGraph) -> Iterator[FoundUse]:
 
 @dataclass(frozen=True, eq=False)
 class Reached:
-    """A value that backward recomputes from a saved tensor, with the way that led to it.
+    """Describes a value that backward recomputes from a saved tensor, and how the search reached it.
 
     `number`: the seq_nr of the operation that computes it. `entry`: the input of this operation that depends on the saved tensor.
     """

@@ -1,4 +1,4 @@
-"""How Inductor compiles the operations of this library, such as `paredown::encode` and `paredown::decode`.
+"""Tells Inductor how to compile this library's operations, such as `paredown::encode` and `paredown::decode`.
 
 Decode and unpack are pointwise operations, which it fuses into their readers. Each value is computed from its place i, in the layout of
 codec/reference.py:
@@ -270,7 +270,7 @@ def _empty(device: Any, dtype: torch.dtype, *size: int) -> Any:
 
 @final
 class KernelCall(ExternKernel):
-    """A node of Inductor that calls a function made by `make(*arguments)` on inputs and on outputs, which it writes."""
+    """Calls a function made by `make(*arguments)` in Inductor's code, on inputs and on outputs, which it writes."""
 
     def __init__(self, make: str, arguments: tuple[Any, ...], inputs: list[Any], outputs: list[Any]) -> None:
         self.make, self.arguments, self.device = make, arguments, outputs[0].get_device()

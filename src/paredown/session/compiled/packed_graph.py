@@ -27,7 +27,7 @@ MAX_BUFFER = 1 << 20  # values of a buffer that a repeated first call sets back
 
 
 class PackedGraph:
-    """A compiled graph that compiles itself again without packing the saved tensors whose values are too large."""
+    """Runs a compiled graph, and compiles it again without packing saved tensors whose values are too large."""
 
     def __init__(self, backend: PlanBackend, gm: fx.GraphModule, example_inputs: list[Any]) -> None:
         self._backend, self._gm = backend, gm
@@ -114,7 +114,7 @@ class PackedGraph:
 
 
 class Snapshot:
-    """A copy of the random states and small buffers that a call of a graph changes, so that it can be repeated."""
+    """Copies the random states and small buffers that a call of a graph changes, so that it can be repeated."""
 
     def __init__(self, args: Sequence[Any]) -> None:
         tensors = [t for t in args if isinstance(t, Tensor) and not t.requires_grad and t.numel() <= MAX_BUFFER]

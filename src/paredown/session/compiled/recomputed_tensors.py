@@ -39,7 +39,7 @@ RANDOM = ("inductor_seeds", "inductor_seed", "inductor_lookup_seed", "inductor_r
 
 @dataclass(frozen=True, eq=False)
 class RecomputedTensor:
-    """A saved tensor that backward can recompute from other saved tensors.
+    """Describes a saved tensor that backward can recompute from other saved tensors.
 
     `nodes`: the operations of forward that compute it, itself last. `sources`: the tensors that they read.
     """
@@ -49,22 +49,22 @@ class RecomputedTensor:
 
     @property
     def node(self) -> fx.Node:
-        """The node of the tensor that is recomputed."""
+        """Return the node of the tensor that is recomputed."""
         return self.nodes[-1]
 
     @property
     def products(self) -> list[fx.Node]:
-        """The matrix products and convolutions that recomputing the tensor takes."""
+        """Return the matrix products and convolutions that recomputing the tensor takes."""
         return [node for node in self.nodes if kind_of(node) == "extern"]
 
     @property
     def flops(self) -> int:
-        """The floating-point operations that recomputing the tensor takes."""
+        """Return the floating-point operations that recomputing the tensor takes."""
         return sum(_flops(node) for node in self.products)
 
     @property
     def written_bytes(self) -> int:
-        """The bytes of intermediate tensors that recomputing writes to memory."""
+        """Return the bytes of intermediate tensors that recomputing writes to memory."""
         inside = set(self.nodes)
         ends = [_viewed(i) for node in self.products for i in (node, *node.all_input_nodes)]
         written = {node for node in ends if node in inside and is_tensor(node)} - {_viewed(self.node)}
@@ -72,7 +72,7 @@ class RecomputedTensor:
 
     @property
     def moved_bytes(self) -> int:
-        """The bytes of memory that recomputing the tensor reads and writes."""
+        """Return the bytes of memory that recomputing the tensor reads and writes."""
         inside = set(self.nodes)
         read = {i for node in self.nodes for i in node.all_input_nodes if i not in inside and is_tensor(i)}
         return sum(nbytes_of(node) for node in read) + 2 * self.written_bytes + nbytes_of(self.node)

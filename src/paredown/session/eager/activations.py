@@ -109,7 +109,7 @@ class Activations:
 
     @property
     def forwards(self) -> int:
-        """The number of forward passes so far."""
+        """Return the number of forward passes so far."""
         return self.count.value
 
     @forwards.setter
@@ -118,12 +118,12 @@ class Activations:
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of all activations that are stored at this moment."""
+        """Return the bytes of all activations that are stored at this moment."""
         return sum(form.nbytes for form in self.stored_forms())
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of packed activations that are in host memory at this moment."""
+        """Return the bytes of packed activations that are in host memory at this moment."""
         forms = self.stored_forms() if self.host is not None else ()
         return sum(form.host.nbytes for form in forms if type(form) is StoredValues and form.host is not None)
 

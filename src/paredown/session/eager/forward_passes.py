@@ -168,7 +168,7 @@ def storage_of(form: StoredForm) -> torch.UntypedStorage | None:
 
 
 class ThreadState(threading.local):
-    """The state of one thread: the storage of its running forward pass, and outputs of submodules' calls."""
+    """Holds the state of one thread: storage of its running forward pass, and outputs of submodules' calls."""
 
     def __init__(self) -> None:
         self.storage: ForwardStorage | None = None  # the storage of the running pass
@@ -176,7 +176,7 @@ class ThreadState(threading.local):
 
 
 class ActivationBytes(NamedTuple):
-    """The bytes of activations that one forward pass saved: as stored, as the unmodified model saves them, and those in host memory."""
+    """Counts a pass's bytes of activations: as stored, as the unmodified model saves them, and in host memory."""
 
     stored: int = 0
     baseline: int = 0
@@ -196,14 +196,14 @@ class ForwardCount:
 
     @property
     def value(self) -> int:
-        """The number of forward passes, read from the device if a CUDA graph was captured."""
+        """Return the number of forward passes, read from the device if a CUDA graph was captured."""
         if self._is_captured:
             self.on_host = max(self.on_host, *(int(step) for step in self.on_device.values()))
         return self.on_host
 
     @property
     def has_run(self) -> bool:
-        """Whether a forward pass has run, known without reading from a device."""
+        """Return whether a forward pass has run, known without reading from a device."""
         return self._is_captured or self.on_host > 0
 
     @value.setter
@@ -249,7 +249,7 @@ class PackingTime:
 
     @property
     def share(self) -> float | None:
-        """The share of the steps' time that encoding and decoding took; None if no step was measured."""
+        """Return the share of the steps' time that encoding and decoding took; None if no step was measured."""
         packing, whole = self._steps
         return packing / whole if whole > 0 else None
 

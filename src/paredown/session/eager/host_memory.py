@@ -178,7 +178,7 @@ class OffloadedLayer:
 
 @final
 class LayerCopy(HostCopy):
-    """The copy in host memory of one packed activation, which is moved together with its layer."""
+    """Holds the copy of one packed activation in host memory; it is moved together with its layer."""
 
     __slots__ = ("__weakref__", "form", "layer", "num_bytes", "on_host")
 
@@ -193,7 +193,7 @@ class LayerCopy(HostCopy):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the copy in host memory; 0 before it is made."""
+        """Return the bytes of the copy in host memory; 0 before it is made."""
         return self.num_bytes
 
 
@@ -201,7 +201,7 @@ class LayerCopy(HostCopy):
 
 
 class HostBytes(NamedTuple):
-    """A copy of a packed tensor in host memory: the bytes of its tensors, in pieces as `pinned_pieces` says.
+    """Holds a copy of a packed tensor in host memory: bytes of its tensors, in pieces as `pinned_pieces` says.
 
     `like` is the same packed tensor on the meta device, with shapes and dtypes alone.
     """

@@ -157,7 +157,7 @@ class ProductLayers:
 
     @property
     def multiplied(self) -> dict[str, str]:
-        """The element of the codes ("int8", ...) of each layer, by path, that multiplied codes in all of its calls."""
+        """Return {path: element of the codes, "int8"} of the layers that have multiplied codes in all their calls."""
         unused = self._unused()
         return {path: element for path, element in self.elements.items() if path not in self.left and path not in unused}
 
@@ -195,7 +195,7 @@ class ProductLayers:
 
 
 class _Enter:
-    """The forward pre-hook that passes a `ProductInput` to one layer."""
+    """Passes a `ProductInput` to one layer, as its forward pre-hook."""
 
     def __init__(self, layers: ProductLayers, path: str) -> None:
         self._layers, self._path = layers, path

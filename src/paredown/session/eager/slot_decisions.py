@@ -44,7 +44,7 @@ IN_PLACE = (
 
 @dataclass(frozen=True)
 class StorageDecision:
-    """The format in which a saved tensor is stored, and why that differs from what the plan requests.
+    """States in which format a saved tensor is stored, and why that differs from what the plan requests.
 
     `asked`: the plan's format. `format`: the format in use (None: unmodified). `reason`: why the two differ. `tensor_id`: a hash of the
     slot's name, which selects its random bits.
@@ -73,7 +73,7 @@ FIXED_USES = (Use.VALUE, Use.SIGN, Use.SHAPE, Use.EXACT)  # bounds and widths of
 
 
 class SlotDecisions:
-    """The decisions on how tensors that one operation saves are stored, valid while plan and layout stay."""
+    """Holds decisions on how tensors that one operation saves are stored, valid while plan and layout stay."""
 
     def __init__(self, saved: Saved, piece: StoragePiece, detail: tuple[Use, Any], plan_number: int) -> None:
         tensor = piece.tensor

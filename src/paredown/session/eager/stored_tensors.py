@@ -31,7 +31,7 @@ has_expired: Callable[[int], Any] = torch.UntypedStorage._expired
 
 
 class StoragePiece:
-    """The flat memory that is packed for a saved tensor: its whole storage, or a copy of a small view.
+    """Describes the flat memory that is packed for a saved tensor: its whole storage, or a copy of a small view.
 
     Two pieces have the same `key` if they are the same memory with the same contents, as long as a weak reference to the storage keeps
     `address` from being reused.
@@ -70,7 +70,7 @@ class StoragePiece:
 
 
 class StorageRef:
-    """A weak reference to a storage; while it exists, the address of the storage is not reused."""
+    """Refers weakly to a storage; while this object exists, the address of the storage is not reused."""
 
     __slots__ = ("cdata",)
 
@@ -94,7 +94,7 @@ def no_tensor() -> Tensor | None:
 
 
 class StoredForm(ABC):
-    """The base class of objects that are stored between forward and backward in place of a saved tensor."""
+    """Stands for a saved tensor between forward and backward; subclasses store its values, bits or nothing."""
 
     packed_data: tuple[str, ...] = ()  # attributes that are None once the form refers to the original
 
@@ -129,7 +129,7 @@ class StoredForm(ABC):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the packed data; 0 once the original memory is referred to instead."""
+        """Return the bytes of the packed data; 0 once the original memory is referred to instead."""
         return self._packed_bytes() if self.plain_values is None else 0
 
     def values(self) -> Tensor:
@@ -190,12 +190,12 @@ class StoredValues(StoredForm):
 
     @property
     def is_packed(self) -> bool:
-        """Whether packed values exist, on the device or in host memory; False if the original memory is used."""
+        """Return whether packed values exist, on the device or in host memory; False if the original memory is used."""
         return self.stored is not None or self.host is not None
 
     @property
     def packed(self) -> PackedTensor | None:
-        """The packed values; None once the original memory is referred to instead."""
+        """Return the packed values; None once the original memory is referred to instead."""
         stored = self.on_device()
         return self.codec.packed(stored) if stored is not None else None
 
@@ -242,7 +242,7 @@ class StoredValues(StoredForm):
 
 
 class HostCopy(ABC):
-    """The base class of a copy of packed values in host memory; `is_moved` if the plan offloads them."""
+    """Declares what a copy of packed values in host memory does; `is_moved`: whether the plan offloads them."""
 
     __slots__ = ("is_moved", "names")
     is_moved: bool
@@ -255,7 +255,7 @@ class HostCopy(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """The bytes of the copy in host memory; 0 before it is made."""
+        """Return the bytes of the copy in host memory; 0 before it is made."""
 
 
 class DecodedCopy:
@@ -400,7 +400,7 @@ class StoredShape(StoredForm):
 
 
 class ViewLayout(NamedTuple):
-    """The size, strides and offset of a saved tensor in a piece of memory; `is_all` if it covers the piece."""
+    """Holds size, strides and offset of a saved tensor in a piece of memory; `is_all` if it covers the piece."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -409,7 +409,7 @@ class ViewLayout(NamedTuple):
 
 
 class StoredView:
-    """The object that autograd holds in place of a saved tensor: the stored data, and the tensor's layout."""
+    """Replaces a saved tensor in autograd's graph: refers to the stored data, and has the tensor's layout."""
 
     __slots__ = ("form", "layout")
 

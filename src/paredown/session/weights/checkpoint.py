@@ -57,7 +57,7 @@ ADAPTED = ".base_layer."
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a checkpoint, by the names that a model has for them; `where`: its folder or file, for messages."""
+    """Holds a checkpoint's tensors by their names in the model; `where` is its folder or file, for messages."""
 
     where: Path
     tensors: Mapping[str, FileTensor | PackedInFiles]

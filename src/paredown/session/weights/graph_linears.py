@@ -104,12 +104,12 @@ class GraphLinears:
 
     @property
     def names(self) -> set[str]:
-        """The names of the parameters that may stay packed in compiled graphs."""
+        """Return the names of the parameters that may stay packed in compiled graphs."""
         return {f"{name}.weight" if name else "weight" for name in self._modules}
 
     @property
     def weights(self) -> set[int]:
-        """The ids of the parameters that may stay packed in compiled graphs."""
+        """Return the ids of the parameters that may stay packed in compiled graphs."""
         return {id(module.weight) for module in self._modules.values()}
 
     def attach(self) -> None:

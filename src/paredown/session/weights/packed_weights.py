@@ -145,7 +145,7 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of codes and scales of all packed weights."""
+        """Return the bytes of codes and scales of all packed weights."""
         self._remove_released()
         return sum(weight.nbytes for weight in self.weights.values())
 

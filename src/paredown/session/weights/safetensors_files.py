@@ -44,7 +44,7 @@ WHAT = "safetensors file"
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a safetensors file that has not been read yet."""
+    """Describes a tensor in a safetensors file that has not been read yet."""
 
     path: Path
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class FileTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensor."""
+        """Return the bytes of the tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
     def read(self) -> Tensor:
@@ -74,7 +74,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class PackedInFiles:
-    """A packed tensor in files, where its codes and scales are the tensors `names`; `read` reads and returns it."""
+    """Describes a packed tensor in files, as the tensors `names` (codes, scales); `read` reads and returns it."""
 
     name: str
     shape: torch.Size
@@ -85,7 +85,7 @@ class PackedInFiles:
 
 @dataclass(frozen=True)
 class FoundTensors:
-    """The tensors of a checkpoint by name, which are not read yet, and the metadata of each of its files."""
+    """Holds a checkpoint's tensors by name, which are not read yet, and the metadata of each of its files."""
 
     where: Path
     tensors: Mapping[str, FileTensor]
@@ -196,7 +196,7 @@ def _tensor(path: Path, name: str, row: Any, begin: int) -> FileTensor:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A group of tensors that must be written into the same file, with a text that describes them."""
+    """Holds tensors that must be written into the same file, and a text that describes them."""
 
     name: str
     tensors: Mapping[str, Tensor]

@@ -52,7 +52,7 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.Con
 
 
 class DeferredWeight:
-    """The object that autograd holds in place of a saved weight; it decodes the packed weight when backward uses it."""
+    """Replaces a saved weight in autograd's graph, and decodes the packed weight when backward uses it."""
 
     __slots__ = ("accumulator", "dtype", "offset", "size", "stride", "version", "weight")
 
@@ -144,7 +144,7 @@ def _replace(raw: Any, memory: Mapping[int, Weight], *, is_layer: bool) -> bool:
 
 
 class CheckpointedSaves:
-    """Saved-tensor hooks that keep decoded frozen weights out of a checkpoint's second forward pass.
+    """Registers saved-tensor hooks that keep decoded frozen weights out of a checkpoint's second forward pass.
 
     The hooks of checkpointing get every tensor, so that both forward passes count the same ones. What they return for a weight is dropped:
     the second forward pass then stores nothing for the weight, and backward decodes it.
@@ -296,7 +296,7 @@ def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
 
 
 class PackedModule:
-    """A module with packed parameters, and the paths in autograd's graph to where its calls save them."""
+    """Describes a module with packed parameters, and the paths in autograd's graph to where its calls save them."""
 
     __slots__ = ("_is_layer", "_known", "_trails", "_weights", "accumulators", "module")
 
@@ -339,7 +339,7 @@ class PackedModule:
 
 
 class WeightCall:
-    """A running call of a module with packed parameters."""
+    """Describes a running call of a module with packed parameters."""
 
     __slots__ = ("_saves", "first", "place", "weights")
 
