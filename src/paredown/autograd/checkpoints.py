@@ -267,7 +267,7 @@ class Checkpoints:
 
     @property
     def lacks_second_passes(self) -> bool:
-        """Whether there are reentrant checkpoints whose saved tensors are unknown, as backward has run none of them."""
+        """Return whether backward has yet to run the layers of reentrant checkpoints, which tells what they save."""
         return bool(self.reentrant) and not self.in_second_passes
 
     def find(self, current: Pass, args: Any) -> None:

@@ -64,7 +64,7 @@ class Saved:
 
     @property
     def needs(self) -> Needs:
-        """What backward needs of the tensor (values, one bit per value, an index ...), and limits on its format."""
+        """Return what backward needs of the tensor (values, bits, an index ...), and the limits on its format."""
         return Needs(self.use, self.pin, self.is_centered)
 
     def again(self, kind: str, node: Any, raw: Any, tensor: Tensor) -> Saved:
@@ -77,7 +77,7 @@ class Saved:
 
 
 class ModuleCall:
-    """A running call of a module's forward.
+    """Describes a running call of a module's forward.
 
     Attributes that few calls set have their defaults in the class, which saves time.
     """
@@ -92,13 +92,13 @@ class ModuleCall:
 
     @property
     def is_checkpointed(self) -> bool:
-        """Whether the called module is the layer of a checkpoint with use_reentrant=False."""
+        """Return whether the called module is the layer of a checkpoint with use_reentrant=False."""
         return self.checkpoint is not None and self.checkpoint[1].startswith(f"{self.path}:")
 
 
 @dataclass(eq=False, slots=True)
 class Pass:
-    """A running forward pass: of the model, of a submodule (in any thread), or of a layer run again in backward."""
+    """Describes a running forward pass of the model, of a submodule, or of a layer that backward runs again."""
 
     inputs: frozenset[int]  # storages of the caller's arguments
     modules: Iterable[nn.Module]
@@ -125,7 +125,7 @@ class Pass:
 
     @property
     def in_checkpoint(self) -> bool:
-        """Whether a layer under torch.utils.checkpoint is running in this pass."""
+        """Return whether a layer under torch.utils.checkpoint is running in this pass."""
         return any(call.checkpoint is not None for call in self.calls)
 
     def kind_of_constant(self, storage: int) -> str | None:

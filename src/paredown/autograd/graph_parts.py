@@ -28,7 +28,7 @@ Moment = tuple[tuple[Any, ...], list[dict[str, int]]]  # `point_of`, and the cou
 
 
 class SavedTrail(NamedTuple):
-    """The position of a saved tensor in autograd's graph, by which the tensor is found again in later passes."""
+    """Holds the position of a saved tensor in autograd's graph, by which later passes find the tensor again."""
 
     node_index: int
     raw: str
@@ -39,7 +39,7 @@ class SavedTrail(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class GraphPart:
-    """The paths to the saved tensors in a part of autograd's graph, recorded so that later passes need no search.
+    """Records the paths to saved tensors in a part of autograd's graph, so that later passes need no search.
 
     `walk` has, for nodes in the order in which they are found, the (edge, name) of each next node; the first nodes are the `roots`.
     """
@@ -178,7 +178,7 @@ def needs_of(args: Any) -> tuple[bool, ...]:
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """A part of autograd's graph, read at one moment of a pass and recorded so that the next pass needs no search."""
+    """Records a part of autograd's graph, read at one moment of a pass, so that the next pass needs no search."""
 
     point: tuple[Any, ...]  # `point_of` the moment before the part was read
     layouts: list[tuple[torch.Size, torch.dtype]]  # sizes and dtypes of the tensors that it was read from

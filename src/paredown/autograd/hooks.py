@@ -28,7 +28,7 @@ CALL = nn.Module._call_impl.__code__  # of every call of a module that has hooks
 
 
 class Hook:
-    """A hook for modules that becomes an empty hook in copies of the model (deepcopy and pickle)."""
+    """Wraps a function as a module hook, which becomes an empty hook in copies of the model (deepcopy, pickle)."""
 
     def __init__(self, call: Callable[..., Any] | None = None) -> None:
         self._call = call

@@ -90,7 +90,7 @@ class Watch(SavedReports):
 
     @property
     def was_compiled(self) -> bool:
-        """Whether torch.compile has traced the whole model, in which case hooks see no calls of modules."""
+        """Return whether torch.compile has traced the whole model, in which case hooks see no calls of modules."""
         return self._root_hook.was_compiled
 
     def attach(self, *, follows: bool = True) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 
 
 class Use(str, Enum):
-    """What backward needs of a saved tensor: all values, a bit of each, integers, the shape, or the exact tensor."""
+    """Says what backward needs of a saved tensor: values, a bit of each, integers, the shape, or the exact tensor."""
 
     VALUE = "value"  # its values, which may be rounded: it is stored in a format
     SIGN = "sign"  # whether it is above 0: one exact bit
@@ -42,7 +42,7 @@ class Use(str, Enum):
 
 @dataclass(frozen=True)
 class Pin:
-    """The least precision to store a saved tensor in, in significant bits (int8 has 7, e4m3 4, bf16 8), and why."""
+    """Bounds the precision of a stored tensor from below, in significant bits (int8 has 7, e4m3 4, bf16 8)."""
 
     significant_bits: int
     reason: str
@@ -50,7 +50,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class Needs:
-    """What backward needs of a saved tensor, and the limits on the format in which it may be stored.
+    """States what backward needs of a saved tensor, and the limits on the format in which it may be stored.
 
     `is_centered`: backward subtracts a mean from the tensor (norms) or the tensor from 1 (tanh, sigmoid), so its format must resolve small
     differences beside a large mean.
@@ -88,7 +88,7 @@ Condition = Callable[[Any], bool]
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that an operation saves: its name, what backward needs of it, and the limits on its format."""
+    """Describes a tensor that an operation saves: its name, what backward needs of it, and limits on its format."""
 
     name: str
     use: Use = Use.VALUE
@@ -104,13 +104,13 @@ class Operand:
 
     @property
     def is_minor(self) -> bool:
-        """Whether the tensor is a statistic, library state or a parameter, which are never packed."""
+        """Return whether the tensor is a statistic, library state or a parameter, which are never packed."""
         return self.reason in (STATISTIC, STATE, PARAMETER)
 
 
 @dataclass(frozen=True)
 class OperationRow:
-    """A row of the table of operations: the operation's name, and the operands that its autograd node saves."""
+    """Describes an operation in the table of operations: its name, and the operands that its node saves."""
 
     op: str
     operands: dict[str, Operand] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]

@@ -35,7 +35,7 @@ MAX_BETWEEN = 128  # nodes that are searched from one argument: a network withou
 
 
 class Between(NamedTuple):
-    """The autograd nodes between the outputs of earlier calls of submodules and the arguments of a later call.
+    """Holds the autograd nodes between outputs of earlier calls of submodules and arguments of a later call.
 
     `nodes`: (number, node) of each. `arguments`: the arguments that depend on such outputs. `outputs`: storage addresses of the outputs
     that lead to these arguments. `held`: storage addresses of the caller's own tensors.

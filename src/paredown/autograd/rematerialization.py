@@ -28,7 +28,7 @@ ACTIVATIONS = frozenset(("gelu", "silu"))
 
 
 class Rematerialization(NamedTuple):
-    """The way to recompute a saved tensor in backward: apply the operation `op` to the input that node `source` saved.
+    """Says how backward recomputes a saved tensor: it applies the operation `op` to the input that node `source` saved.
 
     `sign`: the node of a ReLU after `op`. `function`: the node of another activation function after `op`. `otherwise`: another way to
     recompute the tensor, for the case that the input which `source` saved is not stored.

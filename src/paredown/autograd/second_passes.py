@@ -44,7 +44,7 @@ class CapturedHooks:
 
 
 class RecomputedSave:
-    """The packed form of a tensor that a checkpointed layer saves when backward runs the layer again.
+    """Holds the packed form of a tensor that a checkpointed layer saves when backward runs the layer again.
 
     It has shape, dtype and device, which torch compares with those of the tensor in the first forward pass.
     """
@@ -68,7 +68,7 @@ def stored_operand(node: Any) -> Any:
 
 
 class _State:
-    """The state that is shared by all `RecomputedTensors` of one checkpoint."""
+    """Holds the state that all `RecomputedTensors` of one checkpoint share."""
 
     __slots__ = ("is_compared", "save")
 
@@ -163,7 +163,7 @@ def _compare(reference: weakref.ref[Any], number: Any) -> None:
 
 
 class SecondPass:
-    """Pack and unpack hooks for tensors saved while backward runs a checkpointed layer again, around the hooks of the checkpoint."""
+    """Registers saved-tensor hooks around those of a checkpoint while backward runs the checkpointed layer again."""
 
     def __init__(self, layer: RecomputedLayer, frame: Any, args: Any) -> None:
         self._outer: Any = top_default_hooks(True)
@@ -220,7 +220,7 @@ class ReentrantSaves:
 
     @property
     def is_running(self) -> bool:
-        """Whether the backward pass that ran the layer again is still running in this thread."""
+        """Return whether the backward pass that ran the layer again is still running in this thread."""
         return self._backward == running_backward()
 
     def __call__(self, saved: Saved) -> None:

@@ -100,7 +100,7 @@ class MixesTokens(Exception):
 
 @final
 class TokenOps(TorchDispatchMode):
-    """A dispatch mode that finds the first operation that reads across tokens; `reason` describes it.
+    """Finds, as a dispatch mode, the first operation that reads across tokens; `reason` describes it.
 
     The module runs on the input `probe`, with a prime number `count` of tokens by which dimensions of tokens are recognized. `calls`:
     the operations on tensors with tokens, and their arguments. `empty`: the operation that allocated memory for tokens without writing
@@ -172,7 +172,7 @@ def mixes(reason: str) -> bool:
 
 @final
 class OperationNames(TorchDispatchMode):
-    """A dispatch mode that finds the first operation known to read across tokens, such as attention.
+    """Finds, as a dispatch mode, the first operation that is known to read across tokens, such as attention.
 
     `mixing` is its name, "" if there is none.
     """
