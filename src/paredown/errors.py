@@ -1,10 +1,10 @@
-"""The exceptions of paredown. Each is a `ParedownError`; its message names the value, the place, the limits and what to do next."""
+"""Defines paredown's exceptions, whose messages say what is wrong, where, and what to do next."""
 
 LONGEST = 2000  # characters of a message; text quoted from a file can have any length
 
 
 class ParedownError(Exception):
-    """The base class of all exceptions that paredown raises itself."""
+    """Serves as the base class of all exceptions that paredown raises itself."""
 
     def __str__(self) -> str:
         text = super().__str__()

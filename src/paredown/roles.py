@@ -4,7 +4,7 @@ from enum import Enum
 
 
 class Role(str, Enum):
-    """The purpose of a tensor in a training step; the value is the word that plans, traces, JSON and reports use."""
+    """Names the purpose of a tensor in a training step, by the word that plans, traces, JSON and reports use."""
 
     WEIGHT = "weight"
     FROZEN = "frozen"  # a weight that requires no gradient; only plans use this role, in traces such a weight has the role WEIGHT

@@ -59,7 +59,7 @@ Loaded = TypeVar("Loaded")
 
 
 class Check(NamedTuple):
-    """A test that a value in a file must pass, and the text that describes allowed values in error messages."""
+    """Holds a test that a value in a file must pass, and a text on allowed values for error messages."""
 
     holds: Callable[[Any], bool]
     expected: str

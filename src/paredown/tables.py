@@ -21,7 +21,7 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text with named columns; `right` has the indices of the columns that are aligned right, such as numbers."""
+    """Prints rows of text in named columns; `right` has the indices of columns that are aligned right."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -51,7 +51,7 @@ class Table:
 
 
 class TableRows(tuple[Record, ...]):
-    """A tuple of records that prints as a table.
+    """Holds records in a tuple, and prints as a table of them.
 
     A subclass declares the names of its columns, and the text that is printed if there are no rows.
     """
