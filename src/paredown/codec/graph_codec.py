@@ -1,4 +1,4 @@
-"""Encode, decode and one-bit masks in the graphs of torch.compile: the bits of `reference.py`, without a codec of its own.
+"""Operations that encode, decode and pack masks in graphs of torch.compile, with the bits of `reference.py`.
 
     paredown::encode        the codec of eager mode: Triton kernels on a GPU, compiled loops on a CPU. Compiled code calls it without the
                             dispatcher of torch. The step of the random bits is a tensor, which is read when it runs
@@ -75,7 +75,7 @@ def covers(format: Format) -> bool:
 
 
 def encode(x: Tensor, step: Tensor, order: list[int], *how_and_seed: Any) -> list[Tensor]:
-    """Encode `x`, with its dimensions permuted to `order`, and return [codes, scales] or [codes, scales, minimums], each 1-D.
+    """Encode `x` with dimensions permuted to `order`; return [codes, scales] or [codes, scales, minimums], each 1-D.
 
     `step` is one int32 on the device of `x`; `how_and_seed`: the last five arguments of `encode_flattened`.
     """
@@ -122,7 +122,7 @@ def _encoding(format: str, rounding: str, overflow: str) -> Encoding:
 
 
 def decode(parts: list[Tensor], format: str, dtype: torch.dtype, sizes: list[int], dims: list[int]) -> Tensor:
-    """Return the decoded values of `parts` (codes, scales, minimums), as the permutation `dims` of a contiguous tensor of `sizes`."""
+    """Return the values of codes, scales and minimums, decoded into a tensor of `sizes` and permuted by `dims`."""
     return decode_in_graph(parts, Format.parse(format), prod(sizes), dtype).view(sizes).permute(dims)
 
 
@@ -145,7 +145,7 @@ def decode_in_graph(parts: Sequence[Tensor], format: Format, numel: int, dtype: 
 def largest_in_graph(x: Tensor, parts: Sequence[Tensor], format: Format) -> Tensor:
     """Return an upper bound on the magnitudes of encoded `x`, computed from the scales and minimums in `parts`.
 
-    For a format without blocks it is max |x|. NaN if `x` is not finite.
+    The bound is max |x| for a format without blocks, and NaN if `x` is not finite.
     """
     if format.block is None or format.scale is None:
         largest = x.abs().amax().float()
@@ -165,7 +165,7 @@ def _scale_values(scales: Tensor, format: Format) -> Tensor:
 
 
 def _unpacked(packed: Tensor, format: Format, numel: int) -> Tensor:
-    """Return the `numel` codes that are packed in bytes, as integers, 1-D, by few operations, since each takes time to compile."""
+    """Return the `numel` codes packed in bytes as 1-D integers, by few operations, since each takes time to compile."""
     width, is_signed = format.element.width, format.element.kind is ElementKind.INT
     if width == 8:
         return packed.to(torch.int8) if is_signed else packed
@@ -201,7 +201,7 @@ def _first(x: Tensor, count: int) -> Tensor:
 
 
 def unpack_bits(bits: Tensor, sizes: list[int], dims: list[int]) -> Tensor:
-    """Return the booleans stored in `bits`, as a contiguous tensor of `sizes` with its dimensions permuted by `dims`."""
+    """Return the booleans stored in `bits`, as a contiguous tensor of `sizes` that is permuted by `dims`."""
     return unpack_mask_in_graph(bits, prod(sizes)).view(sizes).permute(dims)
 
 
