@@ -112,7 +112,7 @@ KEEPS_LOOPS = {"loop_ordering_after_fusion": False}
 
 @dataclass(frozen=True, eq=False)
 class PlanPartitioner(CustomPartitionerFn):
-    """A partitioner for torch.compile that splits joint graphs as torch does, and packs what forward saves."""
+    """Splits joint graphs for torch.compile as its own partitioner does, and packs what forward saves."""
 
     plan: Plan
     seed: int
@@ -167,9 +167,9 @@ class PlanPartitioner(CustomPartitionerFn):
         return forward, backward
 
     def _recompute(self, editor: GraphEditor, joint: JointGraph, report: GraphReport) -> set[str]:
-        """Make backward recompute the saved tensors that the plan names, and return the names of the tensors that this needs.
+        """Make backward recompute saved tensors that the plan names; return the names of tensors that this reads.
 
-        A plan names a tensor only if no other tensor has the same name.
+        A name in the plan that several saved tensors have stands for none of them.
         """
         found, chosen = recomputable_tensors(editor.forward.graph, editor.num_outputs), dict[str, RecomputedTensor]()
         slots = {n: slot_of(editor.placeholders[n.name], joint) for n in editor.saved_floats() if n.name in joint.of_inputs}
@@ -215,9 +215,9 @@ class PlanPartitioner(CustomPartitionerFn):
         return [pair for pair in chosen if pair not in shared]
 
     def _decision(self, node: fx.Node, slot: GraphSlot, held: str) -> GraphDecision:
-        """Return the decision how a saved tensor is stored.
+        """Return how the saved tensor `node` is stored.
 
-        `held`: the reason why its memory stays allocated anyway, or "".
+        `held`: the reason why its memory stays allocated even if it is packed, or "".
         """
         value: Tensor = node.meta["val"]
         numel = hint(value.numel())
@@ -244,13 +244,13 @@ class PlanPartitioner(CustomPartitionerFn):
 
 
 def small_tensors(chosen: Sequence[tuple[fx.Node, GraphDecision]]) -> list[tuple[fx.Node, GraphDecision]]:
-    """Return the smallest of the tensors that a graph would pack on a GPU: as in eager mode, they are not worth a launch each."""
+    """Return the smallest of the `chosen` tensors on a GPU, which stay unmodified as packing costs a launch each."""
     largest = max_left_bytes([d.unmodified_bytes for _, d in chosen])
     return [(node, d) for node, d in chosen if node.meta["val"].is_cuda and d.unmodified_bytes <= largest]
 
 
 def joint_graph(gm: fx.GraphModule, options: dict[str, Any], roots: Mapping[str, str] | None = None) -> JointGraph:
-    """Return the operations of the model that are found in a joint graph; `options`: keyword arguments of the partitioner.
+    """Return the model's operations in the joint graph `gm`; `options`: keyword arguments of the partitioner.
 
     `roots`: the paths in the model of modules that are variables of the compiled function, such as {"self": "layers.3"}.
     """
@@ -283,7 +283,7 @@ def chains_to_save(backward: fx.Graph, bits: Mapping[str, float]) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class PlanBackend:
-    """A backend of torch.compile: Inductor with a `PlanPartitioner`, and two more inputs of each graph (step counter, measured numbers)."""
+    """Compiles graphs by Inductor with a `PlanPartitioner` and two more inputs: step counter and measured numbers."""
 
     graphs: CompiledGraphs  # the current plan, seed and step counters
     partitioner: PlanPartitioner
@@ -291,7 +291,7 @@ class PlanBackend:
     inductor: Any  # torch's own backend, which resolved mode and options
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """Return a graph of Dynamo, to be compiled by Inductor with a plan at work."""
+        """Compile a Dynamo graph by Inductor, with packing of saved tensors; return the function that runs it."""
         return PackedGraph(self, gm, example_inputs)
 
     def roots(self, gm: fx.GraphModule, example_inputs: list[Any]) -> dict[str, str]:
@@ -333,7 +333,7 @@ class PlanBackend:
 
 
 def inductor_of(options: dict[str, Any]) -> Any:
-    """Return torch's own backend for the given torch.compile options, and remove Inductor's options from them."""
+    """Return Inductor as a backend of torch.compile set by `options`; the options that it takes are removed."""
     backend = options.pop("backend", "inductor")
     if backend != "inductor":
         raise ApplyError(
@@ -368,7 +368,7 @@ def _row_choices() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _more_inputs(graph: fx.Graph, examples: Sequence[Tensor]) -> Generator[None]:
-    """Return a context in which a graph of Dynamo has additional inputs at the end, of which `examples` are given."""
+    """Return a context in which a Dynamo graph has additional inputs at its end, one for each of `examples`."""
     added: list[fx.Node] = []
     for i, example in enumerate(examples):
         placeholders = graph.find_nodes(op="placeholder")
