@@ -1,9 +1,10 @@
 """The training steps of bench_language.py: models from configs with random weights, and the ways to run them, ours and the peers'.
 
 `lora`: a Llama of 8B parameters in bfloat16, 1 x 4096 tokens, with adapters of rank 16 by PEFT, in bfloat16, on all linear layers but the
-output head, and with checkpointing by gradient_checkpointing_enable(). `lora-32k`, `lora-110k` and `lora-150k`: the same model over 32,768 to
-153,600 tokens, checkpointed by the plan, with its layers in tiles and the inputs of layers in host memory; the longer two within 24 GiB. `full`: a Llama of 1.2B parameters in bfloat16, all of them trained,
-4 x 2048 tokens, the same checkpointing. `gpt2`: GPT-2 with 124M parameters under bf16 autocast, 16 x 1024 tokens, without checkpointing.
+output head, and with checkpointing by gradient_checkpointing_enable(). `lora-32k`, `lora-110k` and `lora-150k`: the same model and more
+tokens, checkpointed by the plan, with its layers in tiles and the inputs of layers in host memory; the longer two within 24 GiB. `full`: a
+Llama of 1.2B parameters in bfloat16, all of them trained, 4 x 2048 tokens, the same checkpointing. `gpt2`: GPT-2 with 124M parameters under
+bf16 autocast, 16 x 1024 tokens, without checkpointing.
 
 Peers replace the loss by Liger's fused linear cross entropy (`-all`: the norms, the rotary embedding and SwiGLU by Liger's kernels, too).
 QLoRA is bitsandbytes' nf4 in blocks of 64 for all linear layers but the output head, which is bfloat16, as is the embedding. On a CPU,
