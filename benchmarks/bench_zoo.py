@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from bench_compile import Process, last_reply
+from compile_worker import DeviceLock
 from loops import Log, common_options
 from zoo_networks import ZOO
 
@@ -86,6 +87,10 @@ class Queue:
         default_factory=dict[Future[dict[str, Any]], tuple[str, Process]]
     )
 
+    def __post_init__(self) -> None:
+        self._lock_file = self.folder / "device.lock"
+        self.lock = DeviceLock(str(self._lock_file))
+
     @property
     def left(self) -> float:
         """Seconds until --within."""
@@ -108,10 +113,9 @@ class Queue:
                     process.end()
 
     def _start(self, name: str, threads: ThreadPoolExecutor) -> None:
-        lock = self.folder / "device.lock"
         late = max(self.left - self.options.reserve, 1.0)
         request = {"network": name, "device": self.device, "ways": self.options.ways, "predicts": self.options.predict}
-        request |= {"warm": self.options.warm, "deadline": late, "lock": str(lock)}
+        request |= {"warm": self.options.warm, "deadline": late, "lock": str(self._lock_file)}
         num_threads = max(2, (os.cpu_count() or 2) // 2)  # processes compile kernels at different times
         process = Process([sys.executable, str(WORKER), json.dumps(request)], self.folder / name, num_threads)
         self.replies[threads.submit(process.reply, max(self.left, 1.0))] = name, process
@@ -121,13 +125,14 @@ class Queue:
         if not reply.get("ready"):
             return reply
         begun = time.perf_counter()
-        self._signal(signal.SIGSTOP)
+        with self.lock:  # so that no stopped process holds it, which the timed one may need
+            self._signal(signal.SIGSTOP)
         try:
             process.go()
             return process.reply(max(self.left, 10.0))
         finally:
             self.stopped_seconds += time.perf_counter() - begun
-            (self.folder / "device.lock").write_text(f"{self.stopped_seconds:012.3f}")  # compile times are without them
+            self._lock_file.write_text(f"{self.stopped_seconds:012.3f}")  # compile times are without them
             self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:

@@ -293,6 +293,8 @@ def measured(worker: Worker, ways: Sequence[str], ready: Callable[[], None]) -> 
             print(f"{name}: {rows[name]['failure']}", file=sys.stderr, flush=True)
     worker.reference.clear()
     worker.unmodified.clear()
+    for variant in variants:
+        variant.step()  # compiles again, from torch's caches: compilations of later variants have reset Dynamo
     release(worker.device)
     ready()
     take_turns(variants, worker.device)

@@ -1,4 +1,4 @@
-"""Names that a package exports and loads when they are first used (PEP 562).
+"""Lets a package load the names that it exports when they are first used (PEP 562).
 
 A package keeps a table from each name to the module that defines it. `import paredown.study.tasks` then imports no module of it, and
 `from paredown.study.tasks import Task` imports one.

@@ -1,4 +1,4 @@
-"""The checked JSON reader: files, versions, field names and field values, with one set of limits and one wording for all errors.
+"""Reads and writes JSON files, and checks versions, field names and values, with one wording for all errors.
 
 A JSON file can hold anything: numbers of thousands of digits, NaN, lists nested a thousand deep; its path can name a directory.
 `read_json` returns the value of a file or raises the given ParedownError, and `load_json` the object that a `from_json` makes of it;
@@ -59,14 +59,14 @@ Loaded = TypeVar("Loaded")
 
 
 class Check(NamedTuple):
-    """A test that a value in a file must pass, and the text that describes allowed values in error messages."""
+    """Holds a test that a value in a file must pass, and a text on allowed values for error messages."""
 
     holds: Callable[[Any], bool]
     expected: str
 
 
 def json_values(value: Any, of: tuple[str, str], raises: Raises) -> dict[str, Any]:
-    """Return a copy of a dict in which all values have JSON types; `of` is its name in error messages, with an example."""
+    """Return the dict `value` after a round trip through JSON; `of` is its name and an example, for messages."""
     try:
         copied = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -124,8 +124,7 @@ def check_fields(values: Any, checks: Mapping[str, Check], what: str, error: Rai
 def object_parts(
     value: Any, what: str, names: Collection[str], needed: Collection[str], newest: int, error: Raises, *, oldest: int = 1
 ) -> dict[str, Any]:
-    """Return the fields of a JSON object without "version"; raise `error` if the version is too new or fields are missing or
-    unknown.
+    """Return a JSON object's fields except "version"; raise `error` for a wrong version, missing or unknown fields.
 
     >>> from paredown.errors import PlanError
     >>> object_parts({"version": 1, "a": 2}, "pair", ("a", "b"), ("a",), 1, PlanError)
@@ -146,7 +145,7 @@ def object_parts(
 
 
 def read_json(path: PathText, what: str, error: Raises, *, hint: str = "", name: str = "", most_bytes: int = MOST_BYTES) -> Any:
-    """Return the value of a JSON file, or raise `error`; `hint` is for a file that is not JSON, `name` replaces the path."""
+    """Return a JSON file's value, or raise `error`; `hint`: advice if it is not JSON; `name`: shown as the path."""
     data = read_bytes(path, what, error, name=name, most_bytes=most_bytes)
     return parse_json(data, what, error, hint=hint, name=name or str(path))
 
@@ -192,8 +191,7 @@ def save_text(path: PathText, text: str, error: Raises) -> None:
 
 @contextmanager
 def replaced_file(path: PathText, error: Raises) -> Generator[Path]:
-    """Yield the path of a temporary file in the same folder, which replaces the file `path` when the block ends without an
-    exception.
+    """Yield a path for a temporary file beside `path`, which replaces `path` if the block ends without an exception.
 
     The temporary file is flushed to the disk before it is renamed, and has the permissions of the file that it replaces. If `path`
     is a symbolic link, the file that it points to is replaced. Devices and pipes (/dev/stdout) are written directly. An OSError
@@ -221,7 +219,7 @@ def replaced_file(path: PathText, error: Raises) -> Generator[Path]:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove temporary files of killed writers, also of those on other machines, by their age."""
+    """Remove temporary files that are so old that their writers, here or on other machines, must have been killed."""
     for path in folder.glob(".*.part"):
         with suppress(OSError):  # another writer may remove it first
             if PART.fullmatch(path.name) and time.time() - path.stat().st_mtime > STALE_SECONDS:
@@ -300,7 +298,7 @@ class _Refused(Exception):
 
 
 def read_dataclass(kind: Any, value: Any, where: str, error: Raises = ReportError) -> Any:
-    """Return a JSON value converted to the type `kind`, such as a dataclass; `error` has the path of the first wrong value."""
+    """Return a JSON value converted to the type `kind`; raise `error` with the path of the first wrong value."""
     try:
         return _read_object(kind, value, where) if is_dataclass(kind) else _reader(kind)(value, where)
     except _Refused as reason:
@@ -308,7 +306,7 @@ def read_dataclass(kind: Any, value: Any, where: str, error: Raises = ReportErro
 
 
 def read_versioned(kind: Any, value: Any, what: str, version: int, error: Raises, *, oldest: int = 1) -> Any:
-    """Return the dataclass whose JSON is `value`, an object of a version from `oldest` to `version`; errors call the object `what`."""
+    """Return the dataclass `kind` from JSON of a version from `oldest` to `version`; errors call it `what`."""
     needed = {"version", *(row.name for row in fields(kind) if row.default is MISSING and row.default_factory is MISSING)}
     parts = object_parts(value, what, [row.name for row in fields(kind)], needed, version, error, oldest=oldest)
     return read_dataclass(kind, parts, what, error)

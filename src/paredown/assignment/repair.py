@@ -1,10 +1,10 @@
-"""Another plan within the same budget while a model trains: `repair` raises slots and lowers others, `replan` sets all formats.
+"""Finds another plan within the same budget while a model trains: `repair` raises slots and lowers others, `replan` sets all formats.
 
     repair(plan, terms, raised=["attn:query"])      these slots one level up; others go down, the least error per byte first
     replan(plan, terms)                             the best formats of all activations, where they are clearly better
 
-Formats of weights, gradients and optimizer state are unmodified: they cannot change during a run. The budget is never exceeded: if
-the other slots cannot free enough for all that should be raised, the last of these are refused.
+Formats of weights, gradients and optimizer state stay the same: they cannot change during a run. The budget is never exceeded: if
+the other slots cannot free enough for all slots that should be raised, the last of these are refused.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from paredown.plan.trace import Trace
 from paredown.roles import Role
 from paredown.sizes import say_bytes, say_bytes_twice
 
-# one for each width: a slot whose error is too large gains little from a shorter block
+# one format for each width: a slot whose error is too large gains little from a shorter block
 LEVELS: Ladder = (None, *(Format.parse(text) for text in ("bf16", "int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")))
-CURRENT = "current"  # name of the option that the plan has
+CURRENT = "current"  # name of the storage option that the plan uses
 CLEARLY_BETTER = 0.9  # `replan` needs a predicted error below this share of the current one
 
 
 @dataclass(frozen=True)
 class SlotMove:
-    """A change of the format in which one slot is stored, from `before` to `after`; None means unmodified."""
+    """A change of the format of one slot (saved tensor), from `before` to `after`; None means unmodified."""
 
     slot: str
     before: Format | None
@@ -63,7 +63,7 @@ class SlotMove:
 
 @dataclass(frozen=True)
 class RepairedPlan:
-    """The result of `repair`: the new plan, the changed slots, and the requests that were met and that were refused."""
+    """The result of `repair`: the new plan, its changed slots, and slots that were or could not be raised."""
 
     plan: Plan
     moves: tuple[SlotMove, ...] = ()
@@ -73,7 +73,7 @@ class RepairedPlan:
 
 @dataclass(frozen=True)
 class RepairTerms:
-    """The constraints of a repair: trace, budget, gradient errors of slots (None: by the role table), and formats of activations."""
+    """The constraints of a repair: trace, budget in bytes, gradient errors of slots, and allowed formats."""
 
     trace: Trace
     budget_bytes: int
@@ -82,9 +82,9 @@ class RepairTerms:
 
 
 def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Collection[str] = ()) -> RepairedPlan:
-    """Return a plan that stores the slots `raised` in the next wider format, and others, except `keeps`, in narrower ones to fit.
+    """Return a plan that stores the slots `raised` in wider formats, and others, except `keeps`, in narrower ones.
 
-    `raised` lists the slots of largest error first. If the budget does not allow all, the last ones are refused.
+    `raised` lists the slots of largest error first. If the budget does not allow all, the last slots are refused.
     """
     check(plan, terms)
     state = RepairState.of(plan, terms)
@@ -128,8 +128,8 @@ def check(plan: Plan, terms: RepairTerms) -> None:
 class RepairState:
     """The current formats of all slots of a plan, as the arrays from which `repair` computes a new plan.
 
-    `current` has the row of the ledger (options x ticks) that each item, slots that are stored together, has now. `bits[slot][row]`
-    are the bits per value of a slot under that row.
+    `current` has the row of the ledger (options x ticks) that each item (slots that are stored together) has now. `bits[slot][row]` are the
+    bits per value of a slot under that row.
     """
 
     trace: Trace
@@ -164,19 +164,19 @@ class RepairState:
         return RepairState(trace, plan, ledger, current, bits, item_of, totals)
 
     def bits_at(self, name: str, chosen: Ints) -> float:
-        """Return the bits per value that a slot has if slots are stored as in `chosen`; infinity if it is unmodified."""
+        """Return the bits per value of a slot under the choice of formats `chosen`; infinity if unmodified."""
         return self.bits[name][int(chosen[self.item_of[name]])]
 
     def current_bits(self, name: str) -> float:
-        """Return the bits per value of a slot as the plan stores it now."""
+        """Return the bits per value of the slot `name` as the plan stores it now."""
         return self.bits_at(name, self.current)
 
     def can_rise(self, name: str) -> bool:
-        """Return whether a slot can have a wider format, which is the case if the plan packs it."""
+        """Return whether the slot `name` can have a wider format, which is the case if the plan packs it."""
         return name in self.item_of and self.current_bits(name) < inf
 
     def risen(self, names: Iterable[str]) -> Ints:
-        """Return a choice of formats in which the slots `names` have the next wider format, and no other slot fewer bits than now."""
+        """Return a choice of formats with the next wider format for the slots `names`."""
         chosen = self.current.copy()
         for name in names:
             item = self.item_of[name]
@@ -193,9 +193,10 @@ class RepairState:
         return chosen
 
     def lowered_to_fit(self, chosen: Ints, floors: Mapping[str, float], budget_bytes: int) -> Ints | None:
-        """Return a choice of formats with fewer bits for other slots than those of `chosen`, so that the peak fits; None if impossible.
+        """Return `chosen` with fewer bits for some slots, so that the peak fits; None if impossible.
 
-        Slots with the least added error per byte are lowered first. `floors`: the fewest bits per value that a slot may have, by its name.
+        Slots with the least added error per byte are lowered first. `floors` has the fewest bits per value that a slot may have, by its
+        name.
         """
         ledger, chosen = self.ledger, chosen.copy()
         refused = {row for name, least in floors.items() for row, bits in self.bits[name].items() if bits < least}
@@ -213,7 +214,7 @@ class RepairState:
             chosen[item] = row
 
     def _cheapest(self, chosen: Ints, allowed: Ints, tick: int) -> int | None:
-        """Return the row in `allowed` with the least added error per byte freed at operation `tick`; None if none frees any.
+        """Return the option (row) that adds the least error per byte freed at `tick`; None if none frees any.
 
         A tick is a position in the step's list of operations.
         """
@@ -249,12 +250,12 @@ class RepairState:
 
 
 def bits_per_value(format: Format | None) -> float:
-    """Return the bits per value of a format; infinity for None, which is unmodified."""
+    """Return the bits per value of a format; infinity for None, which means unmodified."""
     return inf if format is None else float(format.bits_per_value)
 
 
 def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf) -> Item:
-    """Return slots that are stored together, with the current plan's storage as one more option."""
+    """Return the item (slots that are stored together) with the current plan's storage as one more option."""
     formats = [(slot, chosen[slot.name].format) for slot in item.slots]
     error = sum(error_of(slot, format) for slot, format in formats if format is not None)
     keys = tuple(((slot.name, Role.ACTIVATION), format) for slot, format in formats)
@@ -263,7 +264,7 @@ def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf)
 
 
 def _parameters(trace: Trace, plan: Plan) -> Item:
-    """Return all weights, gradients and optimizer state as one item that can only be stored as the plan does."""
+    """Return all weights, gradients and optimizer state as one item, stored as the plan stores them."""
     held = list(model_memory(replace(trace, outputs=()), plan))
     for interval in unowned(trace):
         held.remove(interval)

@@ -1,6 +1,6 @@
-"""`assign(..., prefer="speed")`: of all plans within the budget and the error allowance, the one that is predicted to be quickest.
+"""Finds the plan of `assign(..., prefer="speed")`: of plans within the budget and the error allowance, the one predicted to be quickest.
 
-Candidates, with predictions of plan/step_time.py from the calibration of the device:
+Candidates, whose times plan/step_time.py predicts from the calibration of the device:
 
     exact           every layer checkpointed, every second layer, and as few as fit; nothing quantized
     accuracy        the plan of prefer="accuracy"
@@ -52,7 +52,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Preference:
-    """A preference of "speed" or "accuracy", the error allowed for speed (None: by ALLOWANCE_FACTOR), and the costs of time."""
+    """The checked arguments of `assign` about speed: preference, error allowance and calibration."""
 
     prefer: str
     error_allowance: float | None
@@ -61,7 +61,7 @@ class Preference:
 
     @staticmethod
     def of(trace: Trace, prefer: object, error_allowance: Any, calibration: object) -> Preference | None:
-        """Return the arguments `prefer`, `error_allowance` and `calibration` of `assign` as one checked value; None if `prefer` is None."""
+        """Return the arguments of `assign` about speed as one checked value; None if `prefer` is None."""
         if prefer not in (None, *PREFERENCES):
             raise PlanError(f"prefer is {prefer!r}. Allowed: {', '.join(map(repr, PREFERENCES))}, or None.")
         is_allowance = isinstance(error_allowance, int | float) and is_number(error_allowance) and error_allowance >= 0
@@ -94,9 +94,9 @@ def _checked(calibration: Calibration, trace: Trace) -> Calibration:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A plan with its predicted time and the solution that it is made from.
+    """A plan with its predicted time, and the solution (formats and checkpointed layers) from which it is made.
 
-    `keeps_margin`: whether the plan leaves a margin of the budget for memory that is not predicted.
+    `keeps_margin` says whether the plan keeps a part of the budget free for memory that is not predicted.
     """
 
     solution: Solution
@@ -106,12 +106,12 @@ class Candidate:
 
     @property
     def error(self) -> float:
-        """The predicted squared gradient error of the plan."""
+        """Return the predicted squared gradient error of the plan."""
         return self.solution[1].error
 
 
 def quickest_plan(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the candidate of least error among those whose predicted time is within NOISE of the quickest.
+    """Return the candidate of least error among those whose predicted time is within NOISE (2 %) of the quickest.
 
     A candidate that does not keep the margin is chosen only if it is quicker by more than NOISE.
     """
@@ -136,10 +136,10 @@ def quickest_solution(
     *,
     has_layers: bool,
 ) -> Candidate:
-    """Return the quickest of the `candidates` and of further solutions that pack tensors.
+    """Return the quickest plan of the solutions `candidates` and of further solutions that pack tensors.
 
     The first candidate is the solution of prefer="accuracy". `problem_of` sets up the search for plans of a trace, `plan_of` makes the plan
-    of a solution. `has_layers`: whether packed candidates may checkpoint layers.
+    of a solution. `has_layers` says whether the further solutions may checkpoint layers.
     """
     given = list(candidates)
     allowed = preference.allowed_error(given[0])
@@ -165,7 +165,7 @@ def quickest_solution(
 
 
 def exact_solutions(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> Iterator[Solution]:
-    """Yield solutions that only checkpoint layers: every layer, every second one, and the fewest that fit the budget.
+    """Yield solutions that only checkpoint layers: all, every second one, and the fewest that fit.
 
     The first two are left out if their expected peak does not fit. The last one fits with its margin.
     """
@@ -190,7 +190,8 @@ def packed_solutions(
 ) -> list[Solution]:
     """Return solutions that pack tensors, fit the budget, and have an error of at most `allowed`, the quickest first.
 
-    Their seconds are summed over tensors. At most MOST_PACKED are returned. `has_layers`: whether they may checkpoint layers.
+    They are compared by seconds summed over tensors, and at most MOST_PACKED are returned. `has_layers` says whether they may checkpoint
+    layers.
     """
     layers = repeated_layers(trace) if has_layers else []
     counts = sorted({len(layers) * part // 4 for part in range(5)} | ({1} if layers else set()))
@@ -211,7 +212,7 @@ def packed_solutions(
 
 
 def row_costs(problem: AssignmentProblem, calibration: Calibration) -> tuple[Floats, Floats]:
-    """Return the seconds that each way to store a tensor (row of the ledger) adds to a step, on the device and on the host."""
+    """Return the seconds that each storage option (row) adds to a step, on the device and on the host."""
     slots = {slot.name: slot for slot in problem.trace.activations}
     rows = [option for item in problem.ledger.items for option in item.options]
 
@@ -227,7 +228,7 @@ def row_costs(problem: AssignmentProblem, calibration: Calibration) -> tuple[Flo
 def cheapest_choices(ledger: Ledger, costs: tuple[Floats, Floats], budget_bytes: int) -> Iterator[NDArray[np.int64]]:
     """Yield choices of formats within the budget that add few seconds to a step and have little error.
 
-    `costs`: the seconds of each option on the device and on the host.
+    `costs` are the seconds of each storage option, on the device and on the host.
     """
     error_scale = max(float(ledger.errors.max(initial=0.0)), 1e-30)
     for seconds in costs:

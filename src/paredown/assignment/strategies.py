@@ -1,4 +1,4 @@
-"""Search strategies of `assign`: a row of METHODS for each method, and the points (peak, error) that they find.
+"""Search strategies of `assign`: METHODS has a row for each; a strategy finds choices of formats, as points with peak and error.
 
     size          the largest first, the order of "Training with Mixed-Precision Floating-Point Assignments" (2023)
     operator      inputs of matrix products and convolutions alone, the largest first; not those of the first and the last layer
@@ -6,7 +6,7 @@
     sensitivity   the least measured error per byte (`probe`); the role table, on the same scale, for slots that were not probed
     random        any order, by the seed
 
-Pins hold under every method: they state what backward needs (autograd/operations.py), and a session enforces them in any case.
+Pins, lower bounds on precision, hold under every method: backward needs them (autograd/operations.py), and a session enforces them.
 
 The greedy path goes from the baseline down to the least memory. A move gives one item an option of fewer bytes. At the tick of the
 peak, the search takes the move of least added error per byte that it frees there, which is the next corner of the item's convex hull
@@ -41,8 +41,8 @@ from paredown.formats.format import Format
 from paredown.plan.storage import significant_bits
 from paredown.plan.trace import Slot, Trace
 
-RAISED_POINTS = 100  # points of a path, at most, from which items get options of less error again
-MOST_MOVES = 200  # to a lower peak
+RAISED_POINTS = 100  # at most this many points of a path are improved by options of less error
+MOST_MOVES = 200  # most moves to a lower peak
 TIGHT_TICKS = 8  # ticks of the largest load, checked before all others
 BOUND_TICKS = 32  # ticks at which a lower bound of the peak is computed
 WORK = 40_000_000  # additions: about 0.25 s
@@ -54,7 +54,7 @@ Order = Callable[[tuple[Item, ...], int], list[int]]
 
 @dataclass(frozen=True, eq=False)
 class AssignmentPoint:
-    """A choice of formats for all slots, with its predicted peak and error. `chosen`: the row of the ledger for each item."""
+    """A choice of formats for all slots, as a row of the ledger for each item, with its peak and error."""
 
     chosen: Ints
     peak_bytes: int
@@ -62,13 +62,13 @@ class AssignmentPoint:
 
 
 def best_within(points: Iterable[AssignmentPoint], budget_bytes: int) -> AssignmentPoint | None:
-    """Return the choice of formats with the least error whose peak is within the budget, of equal ones that of lowest peak; or None."""
+    """Return the choice of formats of least error whose peak is within the budget; None if none fits."""
     fitting = [point for point in points if point.peak_bytes <= budget_bytes]
     return min(fitting, key=lambda point: (point.error, point.peak_bytes), default=None)
 
 
 def greedy(ledger: Ledger) -> list[AssignmentPoint]:
-    """Return the choices of formats that a greedy search finds, and those that improve on them, each with its peak and error."""
+    """Return the choices of formats of a greedy search, and improvements of them, with their peaks and errors."""
     path = list(downward_path(ledger))
     points = [*path, *_least(ledger)]
     chosen = path[0].chosen
@@ -83,9 +83,9 @@ def greedy(ledger: Ledger) -> list[AssignmentPoint]:
 
 
 def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
-    """Return the choices of formats that arise if slots are quantized one after the other, in this order of items.
+    """Return the choices of formats that arise if items get fewer bits one after the other in this order.
 
-    All items get their second option one after the other, then all get their third, and so on.
+    All items (slots stored alike) get their second option one after the other, then all get their third, and so on.
     """
     chosen = ledger.starts.copy()
     ends = np.append(ledger.starts[1:], len(ledger.errors))
@@ -108,9 +108,9 @@ def _point(ledger: Ledger, chosen: Ints, load: Ints) -> AssignmentPoint:
 
 
 def downward_path(ledger: Ledger) -> Iterator[AssignmentPoint]:
-    """Yield the choices of formats of the greedy search, from the baseline down, each with fewer bytes for one more slot.
+    """Yield the choices of formats of the greedy search, from the baseline to the least memory.
 
-    The item is the one that adds the least error for each byte that it frees at the peak.
+    Each stores one more tensor in fewer bytes: the one that adds the least error for each byte that it frees at the peak.
     """
     chosen = ledger.starts.copy()
     load = ledger.load(chosen)
@@ -128,7 +128,7 @@ def downward_path(ledger: Ledger) -> Iterator[AssignmentPoint]:
 def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
     """Yield choices of formats with the lowest peaks at any error, which the greedy search may miss.
 
-    They start from the smallest options, and go move by move to a lower peak.
+    They start from the smallest option of each item, and go to a lower peak move by move.
     """
     totals = ledger.held.sum(axis=1)
     ends = np.append(ledger.starts[1:], len(ledger.errors))
@@ -147,7 +147,7 @@ def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
 
 
 def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
-    """Return the row of the ledger that lowers the peak most if its item changes to it; None if none lowers it."""
+    """Return the storage option (row of the ledger) that lowers the peak most; None if none lowers it."""
     total, rows = ledger.total(load, chosen), np.arange(len(ledger.errors))
     peak_bytes = int(total.max(initial=0)) + ledger.workspace_bytes
     peaks = np.zeros(0, dtype=np.int64)
@@ -158,7 +158,7 @@ def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
 
 
 def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None:
-    """Return the row in `rows` to change to with the least added error per byte freed at operation `tick`; None if none frees any.
+    """Return the option in `rows` that adds the least error per byte freed at `tick`; None if none frees any.
 
     Of equal options, the one that frees most is returned.
     """
@@ -173,9 +173,9 @@ def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None
 
 
 def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> Ints | int:
-    """Return the bytes that each storage option frees while the optimizer steps; 0 if `tick` lies outside of its step.
+    """Return the bytes that each storage option frees in the workspace of the optimizer's step.
 
-    `current`: for each option, the row that its item has now.
+    `current` has, for each option, the row that its item has now.
     """
     freed: Ints | int = 0
     full = int(ledger.full_bytes[chosen].sum())
@@ -199,7 +199,7 @@ def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes:
 
 
 def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
-    """Return the row to change to that removes most error and keeps the peak within `cap` bytes; None if there is none."""
+    """Return the option (row) that removes most error with a peak of at most `cap` bytes; None if there is none."""
     current = chosen[ledger.item_of]
     gains = ledger.errors[current] - ledger.errors
     rows = np.flatnonzero(gains > 0)
@@ -219,7 +219,7 @@ def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
 
 
 class PointFront:
-    """The Pareto front of choices of formats: none of them is beaten by another in both peak memory and error."""
+    """The Pareto front of choices of formats: none is beaten by another in both peak memory and error."""
 
     def __init__(self) -> None:
         self.points: list[AssignmentPoint] = []
@@ -227,7 +227,7 @@ class PointFront:
         self._errors: list[float] = []
 
     def add(self, point: AssignmentPoint) -> bool:
-        """Add a choice of formats to the front, drop those that it beats, and return whether it was added."""
+        """Add a choice of formats and drop those that it beats, unless it is beaten; return whether it was added."""
         index = bisect_right(self._peaks, point.peak_bytes)
         if index and self._errors[index - 1] <= point.error:
             return False
@@ -245,13 +245,13 @@ class PointFront:
         return bool(index) and self.points[index - 1] is point
 
     def could_add(self, least_peaks: Ints, errors: np.ndarray) -> Ints:
-        """Return the indices of candidates that join the front if their peaks are as low as possible (`least_peaks`)."""
+        """Return the indices of candidates that would join the front if their peaks were as low as `least_peaks`."""
         front_errors = np.array([np.inf, *self._errors])
         error_to_beat = front_errors[np.searchsorted(np.array(self._peaks, dtype=np.int64), least_peaks, side="right")]
         return np.flatnonzero(errors < error_to_beat)
 
     def promising(self, peaks: Ints, errors: np.ndarray) -> Ints:
-        """Return the indices of candidates that join the front; of candidates with equal peaks, the one of least error."""
+        """Return the indices of candidates that join the front; of equal peaks, only that of least error."""
         better = self.could_add(peaks, errors)
         better = better[np.lexsort((errors[better], peaks[better]))]
         lowest = np.minimum.accumulate(np.append(np.inf, errors[better]))[:-1]
@@ -259,7 +259,7 @@ class PointFront:
 
 
 def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[AssignmentPoint]:
-    """Return the Pareto front of `points` and of all choices of formats that differ from them in one or two slots."""
+    """Return the Pareto front of `points` and of all choices that differ in one or two items."""
     front = PointFront()
     for point in points:
         front.add(point)
@@ -280,10 +280,10 @@ def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[
 
 
 def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tuple[Ints, Ints, np.ndarray, int]:
-    """Return changes of one or two slots that turn a choice of formats into one that could join the front.
+    """Return changes of one or two items that turn a choice of formats into one that could join the front.
 
-    The result has their peaks and errors too. A change is a pair of rows of the ledger, which are equal if one item changes. The last
-    result is the number of additions that computing all changes takes.
+    The result is (changes, peaks after them, errors after them, number of additions to compute them). A change is a pair of rows of the
+    ledger, which are equal if one item changes.
     """
     current = point.chosen[ledger.item_of]
     rows = np.flatnonzero(current != np.arange(len(current)))
@@ -317,7 +317,7 @@ def _highest_ticks(total: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class AssignMethod:
-    """A method of `assign`: the order in which slots are quantized (None: greedy search), and which activations it may quantize."""
+    """A method of `assign`: the order in which slots get fewer bits (None: greedy), and which it may quantize."""
 
     name: str
     note: str
@@ -345,7 +345,7 @@ def _shuffled(items: tuple[Item, ...], seed: int) -> list[int]:
 
 
 def _inputs_of_products(trace: Trace) -> frozenset[str]:
-    """Return the names of saved inputs of matrix products and convolutions, without the first and the last of the network."""
+    """Return the saved inputs of products and convolutions, without the network's first and last."""
     inputs = [
         slot
         for slot in sorted(trace.activations, key=lambda slot: slot.birth)
@@ -374,7 +374,7 @@ METHODS: Mapping[str, AssignMethod] = MappingProxyType({row.name: row for row in
 
 
 def role_table_error(slot: Slot, format: Format) -> float:
-    """Return the predicted gradient error of a slot in a format, by the role table."""
+    """Return the predicted gradient error if `slot` is stored in `format`, by the table of factors for operations."""
     return slot_error(slot.savers, format)
 
 
@@ -382,7 +382,7 @@ def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -
     """Return a function (slot, format) -> measured gradient error; `ladder` lists the formats, the most precise first.
 
     A slot that was not probed has the error of the role table, scaled by median(measured / predicted). A format later in the ladder never
-    has a smaller error than one before it, whatever the noise of the measurement.
+    has a smaller error than a format before it, whatever the noise of the measurement.
     """
     formats = [format for format in ladder if format is not None]
     probed = [(slot, name) for slot in trace.activations if (name := _probed_name(slot, sensitivities)) is not None]
@@ -401,7 +401,7 @@ def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -
 
 
 def _probed_name(slot: Slot, sensitivities: Sensitivities) -> str | None:
-    """Return the name under which sensitivities have a slot, which may be that of another operation; None if they lack it."""
+    """Return the name of a slot in `sensitivities`, its own or that of an operation; None if it is missing."""
     return next(iter(sensitivities.known((slot.name, *slot.names))), None)
 
 
@@ -412,7 +412,7 @@ def _ratio(measured: float | None, expected: float) -> float:
 def ladder_for(eligible: Iterable[str] | None, ladder: Ladder) -> Callable[[Slot], Ladder]:
     """Return a function from a slot to its allowed formats: all of `ladder`, or only the most precise one.
 
-    `ladder` lists formats, the most precise first. `eligible`: names of the slots that may have all of them; None for all slots.
+    `ladder` lists formats, the most precise first. `eligible` names the slots that may have all of them; None for all slots.
     """
     if eligible is None:
         return lambda slot: ladder

@@ -1,4 +1,4 @@
-"""The typer application: the files that define subcommands (VERB_FILES), the decorator `verb` that registers one, exit statuses, and
+"""Define the typer application: the files with subcommands (VERB_FILES), the decorator `verb` that registers one, exit statuses, and
 options that subcommands share.
 
 Errors end in one message on stderr and an exit status:
@@ -316,7 +316,7 @@ ModeOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class SubjectOptions:
-    """The options that change the training step that an argument names; None keeps the step's own value.
+    """The command-line options that change the training step that MODEL names; None keeps the step's own value.
 
     `batch`, `lora` and `lora_targets` come from options that only some subcommands have.
     """

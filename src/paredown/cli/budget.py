@@ -1,4 +1,4 @@
-"""Budgets of the command line: `--budget 24GB` in bytes, and `--gpu 4090` as the memory of a card less that of its CUDA context.
+"""Read budgets of the command line: `--budget 24GB` in bytes, and `--gpu 4090` as the memory of a card less that of its CUDA context.
 
 A GB is 1000^3 bytes and a GiB is 1024^3, so `24GB` is 22.35 GiB; a card that is sold as 24 GB has about 23.5 GiB. Budgets are printed in
 both units, and a budget in GB that is the size of a card names `--gpu`.
@@ -26,7 +26,7 @@ import typer
 from paredown.errors import BudgetError
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 
-CONTEXT_BYTES = 1 << 29  # of the CUDA context and the kernels that it loads, about
+CONTEXT_BYTES = 1 << 29  # about what the CUDA context takes with the kernels that it loads
 HERE = re.compile(r"(?:cuda|here)(?::(?P<index>[0-9]{1,3}))?")
 
 
@@ -158,13 +158,13 @@ def _cards_of(size: str) -> str:
 # --- the largest batch and a length within a budget -------------------------------------------------------------------
 
 MOST = 1 << 24  # examples; a budget that allows more is not searched further
-LENGTH_GRAIN, NUM_LENGTHS = 128, 3  # lengths are multiples of the first; so many are predicted
+LENGTH_GRAIN, NUM_LENGTHS = 128, 3  # lengths are multiples of 128 tokens, and at most 3 are tried
 
 
 def largest_batch(peak: Callable[[int], int], budget_bytes: int, *, start: int) -> int:
     """Return the largest batch size whose `peak` is within the budget; 0 if a batch of one is above it.
 
-    Interpolation search: peaks grow almost linearly with the batch. Every third guess is the midpoint, for peaks that do not.
+    Interpolation search: peaks grow almost linearly with the batch. Every third guess is the midpoint, for peaks that grow otherwise.
     """
     known: dict[int, int] = {}
 
@@ -201,7 +201,7 @@ def shorter(
     """Return a shorter text length whose predicted peak is within the budget, with that peak; None if three tries fail.
 
     `peak_bytes` is the peak at `length`, above the budget; `fixed_bytes` of it do not depend on the length. The first try is on the line
-    from `fixed_bytes` at length 0 to `peak_bytes` at `length`, each further one on the line through the last two tries.
+    from `fixed_bytes` at length 0 to `peak_bytes` at `length`, each later try on the line through the last two tries.
 
     >>> shorter(lambda num: 100 + num, 4096, 4196, fixed_bytes=50, budget_bytes=1000)
     (896, 996)

@@ -1,4 +1,4 @@
-"""`paredown demo`: a small ResNet that does not fit its budget, trained with the plan that fits and without it; a minute on two cores.
+"""`paredown demo` trains a small ResNet that does not fit its budget, with the plan that fits and without it; a minute on two cores.
 
     trace -> peak of the baseline, measured -> budget -> assign -> trainings with and without the plan, steps in turn -> report
 
@@ -92,14 +92,14 @@ class MeasuredFit:
     plan_bytes: int
 
     def bars(self) -> list[str]:
-        """Return bars of the memory at the peak by its parts, without the plan and with it."""
+        """Return lines with bars of the memory at the peak by role, without the plan and with it."""
         from paredown.plan.plan import Plan
 
         rows = [self._row(BASELINE, Plan(), self.full_bytes), self._row(PLAN, self.plan, self.plan_bytes)]
         return bars(rows, self.budget_bytes, in_colour=has_colour(), columns=_columns())
 
     def _row(self, name: str, plan: Plan, nbytes: int) -> EstimateRow:
-        """Return a plan's row of an estimate: predicted bytes at the peak by role, and what `nbytes`, its peak, has more as workspace."""
+        """Return a plan's row of an estimate: predicted bytes at the peak by role, and as workspace the rest of its peak, `nbytes`."""
         from paredown.plan.footprint import footprint
 
         foot = footprint(self.subject.trace(plan), plan)
@@ -129,7 +129,7 @@ class MeasuredFit:
 
 
 def _fit(screen: LiveScreen, subject: Subject, budget: str, seed: int) -> MeasuredFit:
-    """Return a plan whose measured peak is expected within the budget: what the baseline takes beyond its prediction is added."""
+    """Return the baseline's measured peak, and a plan that fits when its predicted peak is raised by the baseline's error of prediction."""
     from paredown.plan.footprint import peak_of
     from paredown.plan.plan import Plan
     from paredown.study.tasks.paired_training import Training
@@ -193,7 +193,7 @@ class DemoResult:
 
     @staticmethod
     def of(fit: MeasuredFit, pairs: Sequence[tuple[Training, Training]]) -> DemoResult:
-        """Return the result of pairs of trainings, judged on the test digits."""
+        """Return the result of `pairs`, finished trainings without and with the plan, evaluated on the test digits."""
         import torch
 
         from paredown.study.tasks.paired_training import paired_difference
@@ -206,22 +206,22 @@ class DemoResult:
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """The trials of all trainings, without and with the plan."""
+        """Return the trials of all trainings, without and with the plan."""
         return *self.baseline, *self.packed
 
     @property
     def is_done(self) -> bool:
-        """Whether all trainings finished."""
+        """Return whether all trainings finished."""
         return all(trial.error is not None for trial in self.trials)
 
     @property
     def is_noise(self) -> bool:
-        """Whether the difference of errors is at most two standard errors."""
+        """Return whether the difference of errors is at most two standard errors."""
         return abs(self.difference) <= 2 * self.standard_error
 
     @property
     def step_seconds(self) -> tuple[float, float]:
-        """The median CPU seconds of a step, without and with the plan."""
+        """Return the median CPU seconds of a step, without and with the plan."""
         before, after = (median(trial.step_seconds or 0.0 for trial in trials) for trials in (self.baseline, self.packed))
         return before, after
 
@@ -258,7 +258,7 @@ class DemoResult:
 
     @property
     def _peak(self) -> str:
-        """The demo's word for peaks: "peak" if they were measured, otherwise "predicted peak"."""
+        """Return the demo's word for peaks: "peak" if they were measured, otherwise "predicted peak"."""
         return "peak" if all(trial.measured_peak_bytes for trial in self.trials) else "predicted peak"
 
     def headline(self) -> str:
@@ -284,7 +284,7 @@ def _mean_error(trials: Sequence[Trial]) -> str:
 
 
 def _slow() -> str:
-    """Return a sentence on what to install if encoding on this CPU is slow; "" if it is installed."""
+    """Return a sentence that advises to install numba, without which quantizing on a CPU is slow; "" if numba is installed."""
     from paredown.codec.cpu import has_numba
 
     return "" if has_numba() else " Quantizing is slow without numba: pip install 'paredown[cpu]'."

@@ -1,4 +1,4 @@
-"""The answer of `paredown estimate`: values (Estimate, with a PlanRow for each plan), JSON and text.
+"""Print the answer of `paredown estimate`, an EstimatedStep with an EstimateRow for each plan, as JSON or text.
 
 The text begins with whether the step fits, which plan does, and bars of the memory at the peak:
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from paredown.plan.explanation import UnpackedSlots
 
 BLOCK, SQUARE = "\u2588", "\u25a0"
-WIDTH, SHORTEST = 48, 10  # characters of the longest bar; where columns are few, at least
+WIDTH, SHORTEST = 48, 10  # characters of the longest bar, and its least length on a narrow terminal
 BESIDE = 16  # characters of a line beside its name and bar: the size, the mark at the budget, spaces
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 WORKSPACE = "workspace"  # of cuBLAS and cuDNN
@@ -44,7 +44,7 @@ SHOWN_NOTES = 5
 SHOWN_BARS = 6
 SHOWN_SLOTS = 3
 ABSENT = ("step_seconds_reason", "device_seconds", "host_seconds", "model_bytes", "sent_bytes", "host_bytes")
-LEAST_REASON = 100  # a reason is printed if its bytes are at least this part of the peak
+LEAST_REASON = 100  # a reason is printed if its bytes are at least a hundredth of the peak
 RED, GREEN, PLAIN = "\x1b[1;31m", "\x1b[1;32m", "\x1b[0m"
 
 
@@ -70,7 +70,7 @@ SEGMENTS = (
 
 @dataclass(frozen=True)
 class EstimateRow:
-    """The estimate of a step under one plan, with the fields of the JSON."""
+    """Holds the estimate of a step under one plan; its fields are those of the JSON."""
 
     plan: str
     peak_bytes: int
@@ -85,7 +85,7 @@ class EstimateRow:
     step_seconds_reason: str | None = None  # why it is not predicted
     device_seconds: float | None = None
     host_seconds: float | None = None
-    model_bytes: int | None = None  # of one process of several
+    model_bytes: int | None = None  # of one process, if several train the model
     sent_bytes: int | None = None
     host_bytes: int | None = None  # of a plan that offloads
     by_module: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -98,12 +98,12 @@ class EstimateRow:
 
     @property
     def parts_at_peak(self) -> dict[str, int]:
-        """The bytes at the peak by role and of libraries' workspaces, which add up to the peak."""
+        """Return the bytes at the peak by role and of libraries' workspaces, which add up to the peak."""
         return {**self.at_peak, **({WORKSPACE: self.workspace_bytes} if self.workspace_bytes else {})}
 
     @property
     def is_within(self) -> bool:
-        """Whether the step fits the budget; with --batch auto, whether any batch of it does."""
+        """Return whether the step fits the budget; with --batch auto, whether any batch of it does."""
         return bool(self.fits if self.largest_batch is None else self.largest_batch)
 
 
@@ -114,7 +114,7 @@ def smallest(rows: Sequence[EstimateRow]) -> EstimateRow:
 
 @dataclass(frozen=True)
 class Adapters:
-    """The numbers of layers with LoRA adapters, of trained parameters, and of all parameters."""
+    """Counts layers with LoRA adapters, trained parameters, and all parameters."""
 
     layers: int
     trained_parameters: int
@@ -123,7 +123,7 @@ class Adapters:
 
 @dataclass(frozen=True)
 class EstimatedStep:
-    """The answer of `paredown estimate`, with the fields of its JSON."""
+    """Holds the answer of `paredown estimate`; its fields are those of the JSON."""
 
     model: str
     device: str
@@ -196,7 +196,7 @@ class EstimatedStep:
 
 
 def verdict(rows: Sequence[EstimateRow], allowed: int | None, *, requested: bool, device: str) -> str:
-    """Return a sentence on whether the step fits `allowed` bytes under the first plan, or, of `requested` plans, under any.
+    """Return a sentence on whether the step fits `allowed` bytes under the first plan, or, if the user `requested` plans, under any.
 
     It names another plan that fits if the first does not; without a budget (None), it says what the step needs.
     """
@@ -391,7 +391,7 @@ MOST_GROUPS = 10  # of groups with numbers
 
 
 class Grouping(NamedTuple):
-    """A way to group modules: by the first `depth` parts of their paths; if `joins_layers`, numbers in these are left out."""
+    """Groups modules by the first `depth` parts of their paths; if `joins_layers`, numbers in these parts are left out."""
 
     depth: int
     joins_layers: bool = False

@@ -1,6 +1,6 @@
-"""`paredown estimate`: predicted bytes of a training step by role, module and plan, and the largest batch within a budget.
+"""`paredown estimate` predicts the bytes of a training step by role, module and plan, and the largest batch within a budget.
 
-    EstimateRequest -> PlannedStep (the step and its plans) -> Footprint for each plan -> Estimate -> text, JSON or a page
+    EstimateRequest -> PlannedStep (the step and its plans) -> Footprint for each plan -> EstimatedStep -> text, JSON or a page
 
 Nothing is trained.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paredown.plan.plan import Plan
 
 AUTO = "auto"
-TILES = "tiles of {}"  # a plan of tiles alone
+TILES = "tiles of {}"  # name of a plan with tiles alone
 BatchOption = Annotated[str | None, cli.option("Batch size, or auto: the largest within --budget.")]
 SHOWN = ("baseline", "activations8", "activations4", "activations2", "lpmm")  # plans that are shown by default
 SHOWN_FOR_LORA = ("baseline", "activations8", "frozen8", "frozen4", "frozen4+activations8")
@@ -88,7 +88,7 @@ class EstimateRequest:
 
     @property
     def names_plans(self) -> bool:
-        """Whether the user has named plans; otherwise a few presets are shown."""
+        """Return whether the user has named plans; otherwise a few presets are shown."""
         return self.plan is not None
 
     def subject_options(self) -> cli.SubjectOptions:
@@ -142,7 +142,7 @@ class EstimateRequest:
             )
 
     def plans_for(self, subject: Subject) -> dict[str, Plan]:
-        """Return the plans to show by name, with what options request: checkpointing, offloading, tiles, formats of frozen weights."""
+        """Return the plans to show, by name, changed as options request: checkpointing, offloading, tiles, formats of frozen weights."""
         from paredown.cli.subject import name_of, read_plan
         from paredown.session.checkpointing import repeated_layers_of
 
@@ -197,7 +197,7 @@ def estimate(request: EstimateRequest) -> None:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The training step of an estimate, with its plans by name."""
+    """The training step of an estimate with its plans by name, whose bytes it predicts."""
 
     request: EstimateRequest
     options: cli.SubjectOptions
@@ -213,7 +213,7 @@ class PlannedStep:
         return footprint(trace, plan, world_size=self.request.world_size, strategy=self.request.strategy)
 
     def allowed(self, budget: Budget) -> int:
-        """Return the bytes of a budget; percentages are of the baseline's peak, checkpointed if the plans are."""
+        """Return the bytes of a budget; percentages are of the baseline's peak, with activation checkpointing if the plans have it."""
         from paredown.plan.plan import Plan
 
         plan = Plan(recompute=next(iter(self.plans.values())).checkpointed)
@@ -233,13 +233,13 @@ class PlannedStep:
         return largest
 
     def needed_bytes(self, foot: Footprint, allowed: int) -> int:
-        """Return the bytes to compare with a budget of `allowed`: the peak, or more where a larger share of --host-budget is needed."""
+        """Return the bytes to compare with `allowed`: the peak, or `allowed` times the needed share of --host-budget if that is larger."""
         if self.request.host_budget is None or not foot.host_bytes:
             return foot.peak_bytes
         return max(foot.peak_bytes, -(-allowed * foot.host_bytes // parse_bytes(self.request.host_budget)))
 
     def peak_of_length(self, name: str, length: int) -> int:
-        """Return the predicted peak under the plan of this name with a text of another length."""
+        """Return the predicted peak bytes under the plan `name` if an example has `length` tokens."""
         from paredown.cli.subject import find_subject
 
         subject = find_subject(self.request.model, replace(self.options, input=f"tokens:{length}"))

@@ -1,4 +1,4 @@
-"""Files that subcommands read and write: JSON written whole or not at all; records from stores and from JSON of pick, train or report.
+"""Read and write the files of subcommands: JSON, and records from stores and from the output of pick, train or report.
 
 Reading a damaged file raises a ParedownError; no code that a file names is run.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write `value` to a file, whole or not at all."""
+    """Write `value` to a file as JSON; if that fails, no partial file is left."""
     serial.save_json(path, value, ParedownError, indent=1)
 
 

@@ -27,7 +27,7 @@ CONTROL = re.compile(r"(?!\x1b\[[01]m)[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]
 
 
 class Styled(str):
-    """A line of output with escape codes for colours, which `tell` prints as they are; in other text it replaces control characters."""
+    """A line of output with escape codes for colours, which `tell` prints unchanged; in other lines it replaces control characters."""
 
     __slots__ = ()
 
@@ -199,7 +199,7 @@ def spinner(what: str) -> Generator[None]:
 
 @dataclass(frozen=True)
 class LiveScreen:
-    """Functions that replace the text on a terminal, `tell(lines)`, and set one of its bars, `bar(name, done, total, note)`."""
+    """Two functions for a terminal: `tell(lines)` replaces its text, `bar(name, done, total, note)` sets one of its progress bars."""
 
     tell: Callable[[Sequence[str]], None]
     bar: Callable[[str, float, float, str], None]

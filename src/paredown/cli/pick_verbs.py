@@ -1,4 +1,4 @@
-"""`paredown pick`: pick a plan within a budget, and print its Pareto front."""
+"""`paredown pick` picks a plan within a budget, and prints the Pareto front of memory and error."""
 
 from __future__ import annotations
 

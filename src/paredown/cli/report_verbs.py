@@ -31,7 +31,7 @@ def report(
     sweep: SweepOption = None,
     is_json: JsonOption = False,
 ) -> None:
-    """Write one self-contained HTML file: memory over a step and against error with a budget slider, memory by role, trials, curves."""
+    """Write one self-contained HTML file: a chart of memory and error with a budget slider, memory over a step and by role, curves."""
     from paredown.cli.inputs import read_source
     from paredown.study.report.page import write
 

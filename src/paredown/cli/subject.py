@@ -1,4 +1,4 @@
-"""`find_subject(text)`: the training step (model, batch, loss, optimizer) that an argument names; `read_plan(text)`: the plan it names.
+"""`find_subject(text)` returns the training step (model, batch, loss, optimizer) that an argument names, `read_plan(text)` the plan.
 
     digits#model=vit,steps=200        a task: its own model, data, loss and optimizer (docs/tasks.md)
     resnet50#width=64,picture=224     a model of paredown.models on random pictures or tokens
@@ -74,16 +74,16 @@ class Subject:
     compiled: bool = False
     chunked_loss: bool = CHUNKED_LOSS
     _traces: dict[tuple[int, bool], Trace] = field(default_factory=dict[tuple[int, bool], Trace])
-    assumed: tuple[str, ...] = ()  # what the caller did not say of the batch, with the option that says it
+    assumed: tuple[str, ...] = ()  # texts on sizes of the batch that were assumed, with the options that set them
     adapted: tuple[str, ...] = ()  # paths of layers with a LoRA adapter
 
     @property
     def batch_size(self) -> int:
-        """The number of examples in the batch: the first dimension of its first tensor."""
+        """Return the number of examples in the batch: the first dimension of its first tensor."""
         return next((len(t) for t in tree_leaves(self.batch) if isinstance(t, Tensor) and t.ndim), 0)
 
     def trace(self, plan: Plan | None = None, batch_size: int | None = None) -> Trace:
-        """Return the trace of this step, or of the task's trials, for predictions under `plan` (None: the baseline)."""
+        """Return the trace of this step, or of its task's trials, from which bytes under `plan` (None: the baseline) are predicted."""
         has_state_formats = self.task is not None and formats_state(plan or Plan())  # only traces of tasks depend on the plan
         key = self.batch_size if batch_size is None else batch_size, has_state_formats
         if key not in self._traces:
@@ -98,7 +98,7 @@ class Subject:
         return f" {missing_loss(len(self.batch), f'return (model, batch, loss), such as {LOSS_EXAMPLE}')}"
 
     def _new_trace(self, plan: Plan | None, batch_size: int) -> Trace:
-        """Return a new trace of the step, which is the step of a task with the options of the command line, or of a model alone."""
+        """Return a new trace of the step of a task, with the options of the command line, or else of the step of a model alone."""
         where: dict[str, Any] = {"device": self.device, "compiled": self.compiled, "chunked_loss": self.chunked_loss}
         if self.task is None:
             batch, step = resized(self.batch, self.batch_size, batch_size), {"loss": self.loss, "autocast": self.autocast}
@@ -110,7 +110,7 @@ class Subject:
         return trace_task(task, plan, batch_size=batch_size, optimizer=optimizer, **where)
 
     def peak_bytes(self, plan: Plan, batch_size: int | None = None) -> int:
-        """Return the predicted peak under a plan."""
+        """Return the predicted peak bytes of the step under a plan."""
         return peak_of(self.trace(plan, batch_size), plan)
 
     def plan_within(self, budget: str, **options: Any) -> Plan:
@@ -138,7 +138,7 @@ def _trace_errors(what: str, hint: str = "") -> Generator[None]:
 
 
 def find_subject(text: str, changes: SubjectOptions) -> Subject:
-    """Return the training step that `text` names, changed as the options say."""
+    """Return the training step that `text` names, with the `changes` that options of the command line request."""
     head, _, tail = text.strip().partition("#")
     head = head.strip()
     if (config := find_config(head)) is not None:

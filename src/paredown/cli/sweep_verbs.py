@@ -1,4 +1,4 @@
-"""`paredown sweep run|status|export|merge` and `paredown worker`: many trials, resumable. docs/sweeps.md is the guide.
+"""`paredown sweep run|status|export|merge` and `paredown worker` run many trials, resumably. docs/sweeps.md is the guide.
 
 `WorkRequest.work_on` shows progress: on a terminal a bar, trials per minute, the time left and the best plans; in a pipe one JSON object
 per line, `finished` for each result after it is in the store, and `progress` every ten seconds.

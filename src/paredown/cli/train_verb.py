@@ -156,11 +156,11 @@ class TrainingRun:
     name: str
     plan: Plan
     trial: Any = None  # the measured Trial
-    model: Any = None  # the trained nn.Module, with plain weights
+    model: Any = None  # the trained nn.Module, with unpacked weights
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps ran."""
+        """Return whether all steps ran."""
         return self.trial.status.value == "done"
 
     def train(self, task: Task, *, seed: int, device: str | None, mode: str, keeps_model: bool = False) -> None:
@@ -193,7 +193,7 @@ class TrainingRun:
 
 
 def runs_table(task: str, runs: list[TrainingRun]) -> list[str]:
-    """Return a heading, a table of the runs, and a note for each run whose peak is far above its prediction."""
+    """Return lines of text: a heading, a table of the runs, and a note for each run whose peak is far above its prediction."""
     from paredown.sizes import say_bytes
 
     def cells(trial: Trial) -> tuple[str, ...]:
@@ -228,7 +228,7 @@ def check_weights_file(path: Path | None) -> None:
 
 
 def write_weights(model: nn.Module, path: Path) -> None:
-    """Save the state_dict of a model as plain tensors, loadable with weights_only=True; the file appears whole or not at all."""
+    """Save the state_dict of a model as ordinary tensors, loadable with weights_only=True; on failure no partial file is left."""
     import torch
 
     with replaced_file(path, ParedownError) as part:

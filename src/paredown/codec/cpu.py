@@ -1,9 +1,9 @@
-"""The codec on the CPU, the same bits as `reference.py`: in loops that numba compiles (`loops.py`), or the reference in pieces.
+"""The codec on the CPU runs loops that numba compiles (`loops.py`), or `reference.py` on one piece after another.
 
 Where numba (the extra `cpu`) is missing, the reference encodes and decodes PIECE values at a time, so that its scratch memory stays below
 half a MiB; that takes 100 to 400 nanoseconds a value instead of 1 to 2. Importing numba and reading the compiled loops from disk takes 0.8
-seconds, as long as the reference takes for PATIENCE values, so small tensors are left to the reference until it has encoded and decoded so
-many. This module also serves tensors on a GPU for which there is no kernel, through the reference.
+seconds, as long as the reference takes for PATIENCE values, so the reference encodes and decodes small tensors until they were PATIENCE
+values in all. This module also serves tensors on a GPU for which there is no kernel, through the reference.
 
 All of it runs on one thread: torch would start threads for each of the reference's operations on a piece, which take microseconds, and join
 them again; where other programs keep the cores busy a join lasts as long as the scheduler's time slice.
@@ -35,7 +35,7 @@ from paredown.formats.rounding import WORD, Overflow, Rounding, Seed
 PIECE = 1 << 12  # values that the reference encodes at a time: about 100 bytes of scratch memory each
 GPU_PIECE = 1 << 17
 FEW_VALUES = 1 << 14  # a tensor with more imports numba at once
-PATIENCE, CALL = 1 << 21, PIECE  # a call of the reference takes as long as so many values
+PATIENCE, CALL = 1 << 21, PIECE  # CALL: a call of the reference takes as long as encoding this many values
 FORKED_NUMEL = 1 << 15  # torch uses several threads for operations on more values
 LOOPS = "paredown.codec.loops"
 
@@ -61,7 +61,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: 
 
 
 def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
-    """Write the values that `reference.decode_rows` returns into `out`, (rows, cols) and contiguous, and return `out`."""
+    """Write the values that `reference.decode_rows` returns into contiguous `out`, (rows, cols), and return `out`."""
     loops = find_loops(out)
     if loops is not None:
         numbers, tables = numbers_of(encoding.format, encoding.rounding, encoding.overflow, COVER)
@@ -74,7 +74,7 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
 
 
 def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that writes the decoded values of `parts` into its argument, a contiguous tensor of rows * cols values."""
+    """Return a function that writes the values of `parts` into its argument, contiguous, of rows * cols values."""
     return lambda out: decode_rows(parts, encoding, out.view(rows, cols))
 
 
@@ -118,7 +118,7 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
 
 
 def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> bool:
-    """Write one bit per value of flat `x` into `out`, 1 where low < x < high; return False, writing nothing, without numba."""
+    """Write one bit per value of flat `x` into `out`, 1 where low < x < high; without numba only return False."""
     loops = find_loops(x)
     if loops is None or x.dtype not in MASKED:
         return False
@@ -128,9 +128,9 @@ def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> bool:
 
 
 def select(bits: Tensor, inside: Tensor, outside: Tensor, out: Tensor) -> bool:
-    """Write `inside` into flat `out` where the mask's bit is 1 and `outside` elsewhere, and return True.
+    """Write `inside` into flat `out` where the mask's bit is 1 and `outside` elsewhere; without numba return False.
 
-    `bits` has eight values in each byte. Without numba nothing is written, and the result is False.
+    `bits` has eight values in each byte. With numba the result is True.
     """
     loops = find_loops(out)
     if loops is None:
@@ -153,7 +153,7 @@ NO_FLOATS, NO_WORDS, NO_BYTES = (np.empty(0, dtype) for dtype in (np.float32, np
 
 
 def find_loops(x: Tensor) -> ModuleType | None:
-    """Return the module `codec.loops`, which numba compiles; None without numba, or while plain torch needs less time than its import."""
+    """Return the module `codec.loops`, which numba compiles; None without numba, or if its import would not pay off."""
     numel = x.numel()
     if x.device.type != "cpu" or numel == 0 or not has_numba():
         return None
@@ -177,7 +177,7 @@ def has_numba() -> bool:
 
 
 class Patience:
-    """A counter of the values that plain torch encoded; numba is imported when the count is large enough to repay the import."""
+    """A count of the values that plain torch encoded: when it is large enough to repay the import, numba is used."""
 
     def __init__(self) -> None:
         self.left = PATIENCE
@@ -212,7 +212,7 @@ def _memory(loops: ModuleType, parts: PackedParts) -> Any:
 
 
 def bytes_of(x: Tensor | None) -> Any:
-    """Return the memory of a contiguous tensor as a numpy array of bytes, valid while the tensor lives; an empty one for None.
+    """Return the memory of a contiguous tensor as a numpy array of bytes, valid while the tensor lives; empty for None.
 
     `Tensor.numpy` would forbid `resize_` of its storage from then on, which FSDP2 calls, and np.from_dlpack takes six times as long.
     """
@@ -270,7 +270,7 @@ def numbers_of(format: Format, rounding: Rounding, overflow: Overflow, rule: str
 def _scale_numbers(scale: Element | None) -> dict[str, float]:
     """Return the numbers by which compiled loops round a scale to an 8-bit code; zeros for scales that are no codes.
 
-    code = (bits of a float64, rounded up) - offset, or below the smallest normal value in steps.
+    code = (bits of the scale as a float64, rounded up) - offset; below the smallest normal value it is a number of fixed steps.
     """
     if scale is None or scale.width != 8:
         values: tuple[float, ...] = (0, 0, 0, 0, 0, 0.0, 0.0)
@@ -295,7 +295,7 @@ def _table(element: Element | None) -> Any:
 def table_thresholds(element: Element, rounding: Rounding) -> Any:
     """Return the thresholds of a table of values: the smallest float32 that rounds to each code from 1 on.
 
-    With stochastic rounding, the smallest float32 that always gets the code.
+    With stochastic rounding, each is the smallest float32 that always gets the code.
     """
     values, up = np.array(element.table, np.float32), np.float32(np.inf)
     below, above = values[:-1], values[1:]
@@ -312,10 +312,10 @@ def table_thresholds(element: Element, rounding: Rounding) -> Any:
 
 @lru_cache(maxsize=256)
 def _thresholds(element: Element, rounding: Rounding) -> tuple[Any, Any]:
-    """Return the limits between neighbouring values of a table, and the signs of these, as arrays for the compiled loops."""
+    """Return for the loops the thresholds of a table, and what reaching each adds to the code (1, or -1 as uint32)."""
     thresholds, up = table_thresholds(element, rounding), np.float32(np.inf)
     if rounding is Rounding.STOCHASTIC:
-        thresholds = thresholds[:-1]  # of the code below; the largest value has none above it
+        thresholds = thresholds[:-1]  # thresholds of the code below; the largest value has none above it
     signs = np.ones(len(thresholds), np.uint32)
     across = [low for low, high in pairwise(element.table) if low < 0 < high]
     if rounding is Rounding.TOWARD_ZERO and across:  # up if low < y < 0, down from 0 on, and up from `high` on
@@ -350,7 +350,7 @@ def _pieces_of(encoding: Encoding, x: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def pieces(rows: int, cols: int, *, unit: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (row, column) slices that cover a (rows, cols) tensor, about `size` values each: whole rows, or parts of one row.
+    """Yield (row, column) slices of about `size` values that cover a (rows, cols) tensor: rows, or parts of one row.
 
     Parts of a row begin at multiples of `unit`.
 

@@ -1,10 +1,11 @@
-"""Encode, decode and one-bit masks in the graphs of torch.compile: the bits of `reference.py`, without a codec of its own.
+"""Operations that encode, decode and pack masks in graphs of torch.compile, with the bits of `reference.py`.
 
     paredown::encode        the codec of eager mode: Triton kernels on a GPU, compiled loops on a CPU. Compiled code calls it without the
                             dispatcher of torch. The step of the random bits is a tensor, which is read when it runs
     paredown::decode        `decode_in_graph` as one node, which Inductor fuses into its readers
     paredown::unpack_bits   the same for `unpack_mask_in_graph`; some twenty nodes for each would take longer to compile
     paredown::cast_all      casts of many tensors to one dtype, which Inductor makes one kernel of
+    paredown::in_memory     a copy of a tensor that Inductor writes to memory once for all of its readers
 
 The lowerings of these operations are in session/compiled/lowerings.py; where they do not cover a format or symbolic sizes, the functions
 are traced into aten operations. Parts are 1-D, in the layout of the reference. Triton contracts value * scale + minimum into one fused
@@ -55,6 +56,7 @@ _LIBRARY.define(
 _LIBRARY.define("decode(Tensor[] parts, str format, ScalarType dtype, int[] sizes, int[] dims) -> Tensor")
 _LIBRARY.define("unpack_bits(Tensor bits, int[] sizes, int[] dims) -> Tensor")
 _LIBRARY.define("cast_all(Tensor[] tensors, ScalarType dtype) -> Tensor[]")
+_LIBRARY.define("in_memory(Tensor x) -> Tensor")
 
 
 def covers(format: Format) -> bool:
@@ -73,7 +75,7 @@ def covers(format: Format) -> bool:
 
 
 def encode(x: Tensor, step: Tensor, order: list[int], *how_and_seed: Any) -> list[Tensor]:
-    """Encode `x`, with its dimensions permuted to `order`, and return [codes, scales] or [codes, scales, minimums], each 1-D.
+    """Encode `x` with dimensions permuted to `order`; return [codes, scales] or [codes, scales, minimums], each 1-D.
 
     `step` is one int32 on the device of `x`; `how_and_seed`: the last five arguments of `encode_flattened`.
     """
@@ -120,7 +122,7 @@ def _encoding(format: str, rounding: str, overflow: str) -> Encoding:
 
 
 def decode(parts: list[Tensor], format: str, dtype: torch.dtype, sizes: list[int], dims: list[int]) -> Tensor:
-    """Return the decoded values of `parts` (codes, scales, minimums), as the permutation `dims` of a contiguous tensor of `sizes`."""
+    """Return the values of codes, scales and minimums, decoded into a tensor of `sizes` and permuted by `dims`."""
     return decode_in_graph(parts, Format.parse(format), prod(sizes), dtype).view(sizes).permute(dims)
 
 
@@ -143,7 +145,7 @@ def decode_in_graph(parts: Sequence[Tensor], format: Format, numel: int, dtype: 
 def largest_in_graph(x: Tensor, parts: Sequence[Tensor], format: Format) -> Tensor:
     """Return an upper bound on the magnitudes of encoded `x`, computed from the scales and minimums in `parts`.
 
-    For a format without blocks it is max |x|. NaN if `x` is not finite.
+    The bound is max |x| for a format without blocks, and NaN if `x` is not finite.
     """
     if format.block is None or format.scale is None:
         largest = x.abs().amax().float()
@@ -163,7 +165,7 @@ def _scale_values(scales: Tensor, format: Format) -> Tensor:
 
 
 def _unpacked(packed: Tensor, format: Format, numel: int) -> Tensor:
-    """Return the `numel` codes that are packed in bytes, as integers, 1-D, by few operations, since each takes time to compile."""
+    """Return the `numel` codes packed in bytes as 1-D integers, by few operations, since each takes time to compile."""
     width, is_signed = format.element.width, format.element.kind is ElementKind.INT
     if width == 8:
         return packed.to(torch.int8) if is_signed else packed
@@ -199,7 +201,7 @@ def _first(x: Tensor, count: int) -> Tensor:
 
 
 def unpack_bits(bits: Tensor, sizes: list[int], dims: list[int]) -> Tensor:
-    """Return the booleans stored in `bits`, as a contiguous tensor of `sizes` with its dimensions permuted by `dims`."""
+    """Return the booleans stored in `bits`, as a contiguous tensor of `sizes` that is permuted by `dims`."""
     return unpack_mask_in_graph(bits, prod(sizes)).view(sizes).permute(dims)
 
 
@@ -229,14 +231,20 @@ def cast_all(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [tensor.to(dtype) for tensor in tensors]
 
 
+def in_memory(x: Tensor) -> Tensor:
+    """Return a copy of `x`."""
+    return x.clone()
+
+
 def _empty(source: Tensor, dtype: torch.dtype, sizes: list[int], dims: list[int]) -> Tensor:
     return source.new_empty(sizes, dtype=dtype).permute(dims)
 
 
 for _device in ("CUDA", "CPU"):
-    for _function in (encode, decode, unpack_bits, cast_all):
+    for _function in (encode, decode, unpack_bits, cast_all, in_memory):
         _LIBRARY.impl(_function.__name__, _function, _device)
 torch.library.register_fake("paredown::encode", _empty_parts, lib=_LIBRARY)
 torch.library.register_fake("paredown::decode", lambda parts, *t: _empty(parts[0], *t[-3:]), lib=_LIBRARY)
 torch.library.register_fake("paredown::unpack_bits", lambda bits, *t: _empty(bits, torch.bool, *t), lib=_LIBRARY)
 torch.library.register_fake("paredown::cast_all", cast_all, lib=_LIBRARY)
+torch.library.register_fake("paredown::in_memory", torch.empty_like, lib=_LIBRARY)

@@ -1,4 +1,4 @@
-"""Encode, decode and round_trip on the CPU as loops that numba compiles: the bits of `reference.py`, without scratch tensors.
+"""`encode` and `decode` are loops that numba compiles, with the bits of `reference.py` and without scratch tensors.
 
 A row is read in tiles of whole blocks that fit the first cache if possible, and each step below is a loop over a tile that LLVM turns into
 vector instructions:
@@ -48,10 +48,10 @@ inner: Any = njit(**OPTIONS)
 
 
 def entry(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` compiled at its first call and kept on disk, or in each process where no folder can be written.
+    """Return `function` as one that numba compiles at its first call, and keeps on disk if a folder can be written.
 
     numba keeps errors of its compiler in reference cycles. Their tracebacks hold the frames of all callers, and so the tensors of a forward
-    pass, which a session then would not decode in backward. They are collected after a call that compiled.
+    pass, which a session then would not decode in backward. These cycles are collected after a call that compiled.
     """
     try:
         compiled: Any = njit(cache=True, **OPTIONS)(function)
@@ -70,7 +70,7 @@ def entry(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Call(NamedTuple):
-    """The arguments of one call: shape, dtype of the values, keys of the random bits, global index of the first value."""
+    """The arguments of one call: shape, dtype of the values, keys of the random bits, index of the first value."""
 
     rows: int
     cols: int
@@ -92,8 +92,8 @@ class Parts(NamedTuple):
 class Tables(NamedTuple):
     """The values of all codes of an element of at most 8 bits, and of a scale that is stored as a code.
 
-    `thresholds` of an element that is a table: the smallest float32 that gets each code from 1 on; for stochastic rounding, that may.
-    `signs` are 1, or 2^32 - 1 for -1: toward_zero rounds up again above 0 in a table without 0.
+    `thresholds` of an element that is a table: the smallest float32 that gets each code from 1 on (under stochastic rounding, may get).
+    `signs`: what reaching each threshold adds to the code: 1, or 2^32 - 1 for -1, which toward_zero needs in a table without 0.
     """
 
     values: Any
@@ -111,12 +111,12 @@ INTEGERS = (
     "is_nonfinite",  # whether values past the largest have no code
     *("has_minus_zero", "is_float"),
     *("rounding", "rule", "block"),
-    "scale",  # what is stored
-    *("scale_mantissa_bits", "scale_offset", "scale_hole", "scale_most", "scale_nan"),  # of a scale that is stored as a code
+    "scale",  # what scales are stored as
+    *("scale_mantissa_bits", "scale_offset", "scale_hole", "scale_most", "scale_nan"),  # how a scale becomes a code
     *("has_tensor_scale", "minimum"),
     "max_exponent",
 )
-FLOATS = ("max_value", "min_value", "lowest", "highest")  # the last two: what rounds to a value of a table
+FLOATS = ("max_value", "min_value", "lowest", "highest")  # the last two: the ends of the range that rounds to values of a table
 DOUBLES = ("scale_smallest", "scale_steps")  # the smallest normal scale, and steps per unit below it
 FIELDS = {np.int64: INTEGERS, np.float32: FLOATS, np.float64: DOUBLES}
 NUMBERS = np.dtype([(name, dtype) for dtype, names in FIELDS.items() for name in names])  # an encoding
@@ -175,7 +175,7 @@ def load(x, dtype, start, y):
 
 @inner
 def store(y, out, dtype, start):
-    """Write `y` to the memory `out` of a tensor from index `start` on, rounded to `dtype`; finite values stay finite in float16."""
+    """Write `y`, rounded to `dtype`, to tensor memory `out` from index `start` on; finite values stay finite."""
     count = len(y)
     if dtype == FLOAT32:
         floats = out.view(np.float32)[start : start + count]
@@ -224,7 +224,7 @@ def fill_bits(bits, call, place):
 
 @inner
 def integer_codes(y, bits, codes, lost, n):
-    """Write the codes of `y` in an integer element into `codes`, mark values without a code in `lost`, and return how many these are."""
+    """Write the codes of `y` in an integer element, mark values without a code in `lost`, and return their number."""
     mask, nonfinite = S((1 << n.width) - 1), np.uint8(n.is_nonfinite)
     low, high = n.min_value, n.max_value
     below, above = F(low - F(1)), F(high + F(1))
@@ -265,7 +265,7 @@ def num_lost(lost):
 
 @inner
 def grid_codes(y, bits, codes, lost, n):
-    """Write the codes of `y` in a float element into `codes`, mark values without a code in `lost`, and return how many these are."""
+    """Write the codes of `y` in a float element, mark the values without a code in `lost`, and return their number."""
     m, dropped = n.mantissa_bits, 52 - n.mantissa_bits
     offset, below_half = (n.min_exponent + 1022) << m, (1 << (dropped - 1)) - 1
     smallest, kept, shift = 2.0**n.min_exponent, 30 - n.sub_bits, 2 + n.sub_bits
@@ -311,7 +311,7 @@ def magnitude(v):
 
 @inner
 def table_codes(y, bits, codes, lost, n, tables):
-    """Write the codes of `y` in a table of values into `codes`, mark values without a code in `lost`, and return how many these are.
+    """Write the codes of `y` in a table of values, mark the values without a code in `lost`, and return their number.
 
     The code is the number of thresholds that a value reaches, counted without branches.
     """
@@ -338,7 +338,7 @@ def table_codes(y, bits, codes, lost, n, tables):
 
 @inner
 def codes_of(y, bits, codes, lost, n, tables):
-    """Write the codes of `y`, in an element of any kind, mark values without a code in `lost`, and return how many these are."""
+    """Write the codes of `y` in any element, mark the values without a code in `lost`, and return their number."""
     if n.kind == INTEGER:
         return integer_codes(y, bits, codes, lost, n)
     if n.kind == GRID:
@@ -452,13 +452,13 @@ def unpack(packed, width, codes):
 
 @inner
 def place_of(b, block, begin, count):
-    """Return the range of indices, within a tile that starts at `begin` of its row, of the values of block `b`."""
+    """Return the first and last index (exclusive) of block `b` within a tile that starts at column `begin`."""
     return np.uint64(max(b * block - begin, 0)), np.uint64(min((b + 1) * block - begin, count))
 
 
 @inner
 def largest_of_blocks(y, begin, block, first_block, top):
-    """Raise `top` to the largest magnitude in each block of the tile `y`, as bits of a float32, so that NaN is above infinity."""
+    """Raise `top` to each block's largest magnitude in the tile `y`, as float32 bits, so that NaN is above infinity."""
     bits, end = y.view(np.int32), begin + len(y)
     for b in range(begin // block, (end - 1) // block + 1):
         start, stop = place_of(b, block, begin, len(y))
@@ -524,7 +524,7 @@ def scale_code(scale, n):
 
 @inner
 def choose_scales(top, low, high, tensor_scale, n, scale_values, codes, scales, minimums):
-    """Write each block's scale and minimum, rounded to their stored forms, from its largest magnitude and its two extreme values."""
+    """Write each block's scale and minimum, rounded as stored, from its largest magnitude and extreme values."""
     for b in range(len(top)):
         largest = from_bits(top[b])
         if n.minimum:
@@ -550,7 +550,7 @@ def read_floats(memory, kind, start, y):
 
 @inner
 def read_scales(parts, start, tensor_scale, n, scale_values, codes, scales, minimums):
-    """Read the stored scales and minimums of len(scales) blocks, from block `start` on, into `codes`, `scales` and `minimums`."""
+    """Read the stored scales and minimums of len(scales) blocks, from block `start` on, into the last 3 arguments."""
     if n.scale == CODE:
         for b in range(len(scales)):
             codes[b] = parts.scales[start + b]
@@ -582,7 +582,7 @@ def mark_broken(b, n, broken, codes, scales, minimums):
 
 @inner
 def find_broken(top, n, broken, codes, scales, minimums):
-    """Mark blocks with a value or scale that is not finite in `broken`, with scale NaN, and return whether there are any."""
+    """Mark blocks with a value or scale that is not finite, set their scale to NaN, and return whether any are."""
     found = False
     for b in range(len(top)):
         broken[b] = 0
@@ -634,7 +634,7 @@ def multiply_by_scales(y, begin, first_block, n, scales, minimums):
 
 @inner
 def mark_lost(codes, lost, begin, first_block, n, broken, scale_codes, scales, minimums):
-    """Mark blocks with values without a code as broken and set their codes to 0; return whether any are newly broken."""
+    """Mark blocks that have a value without a code as broken, with codes 0; return whether any are newly broken."""
     end, is_new = begin + len(codes), False
     for b in range(begin // n.block, (end - 1) // n.block + 1):
         start, stop = place_of(b, n.block, begin, len(codes))
@@ -653,7 +653,7 @@ def mark_lost(codes, lost, begin, first_block, n, broken, scale_codes, scales, m
 
 @inner
 def group_len(block, cols):
-    """Return how many values of a row are encoded at once: whole blocks that fill whole bytes, at most a tile if possible."""
+    """Return how many values of a row are encoded at once: whole blocks and bytes, at most a tile if possible."""
     unit = max(block, 1)
     while unit % 8:
         unit *= 2
@@ -662,7 +662,7 @@ def group_len(block, cols):
 
 @inner
 def find_ends(y, begin, first_block, n, top, low, high):
-    """Write the largest magnitude in each block of `y`, and for a format with a minimum its two extreme values, as integers."""
+    """Write each block's largest magnitude in `y`, and for minimums its two extreme values, all as integers."""
     top[:], low[:], high[:] = S(0), S(0x7FFFFFFF), S(-0x80000000)
     largest_of_blocks(y, begin, n.block, first_block, top)
     if n.minimum:
@@ -671,7 +671,7 @@ def find_ends(y, begin, first_block, n, top, low, high):
 
 @inner
 def codes_in_blocks(y, scaled, bits, codes, lost, begin, first_block, n, tables, top, broken, scale_codes, scales, minimums):
-    """Write the codes of `y`, whole blocks of a row, by their scales; blocks that cannot be encoded get scale NaN and codes 0."""
+    """Write the codes of `y`, whole blocks of a row; blocks that cannot be encoded get the scale NaN and codes 0."""
     has_broken, again = find_broken(top, n, broken, scale_codes, scales, minimums), True
     while again:
         again = False
@@ -693,9 +693,9 @@ def values_without_code(y, lost, v):
 
 @entry
 def encode(x, call, parts, out, n, tables, words):
-    """Encode the tensor memory `x` into `parts`, or, if `out` is not empty, write the decoded values into `out`.
+    """Encode the tensor memory `x` into `parts`, or if `out` is not empty, only write the rounded values into `out`.
 
-    In the second case no codes and scales are written; scales are read from `parts` if they are given. `words`: random bits, or empty.
+    Scales that are given (rule GIVEN) are read from `parts`. `words`: random bits, or empty.
     """
     cols, group = call.cols, group_len(n.block, call.cols)
     num_blocks, most = ((cols - 1) // n.block + 1, group // n.block + 1) if n.block else (0, 0)
@@ -777,9 +777,9 @@ def random_bits(call, out):
 
 @entry
 def pack_mask(x, dtype, low, high, out):
-    """Write one bit per value of `x`, the first lowest, which is 1 for values between `low` and `high`.
+    """Write one bit per value of `x`, eight to a byte, the first lowest: 1 for values between `low` and `high`.
 
-    It is not (x <= low or x >= high), so 1 for NaN; of booleans, it is x.
+    The bit is not (x <= low or x >= high), and so 1 for NaN; of a boolean x it is x.
     """
     count = len(x) // (1 if dtype == BOOL else 4 if dtype == FLOAT32 else 2)
     y, flags = np.empty(TILE, np.float32), np.zeros(TILE, np.uint8)
@@ -805,7 +805,7 @@ def pack_mask(x, dtype, low, high, out):
 
 @entry
 def select(bits, inside, outside, out):
-    """Write `inside` into `out` where the bit is 1 and `outside` where it is 0; all three are arrays of words as wide as the values."""
+    """Write `inside` into `out` where the bit is 1, else `outside`: arrays of words as wide as the values."""
     flags, step = np.empty(TILE, np.uint8), 0 if len(inside) == 1 else 1
     for begin in range(0, len(out), TILE):
         target = out[begin : begin + TILE]

@@ -76,7 +76,7 @@ class PackedTensor:
 
     @property
     def tensor_scale(self) -> Tensor | None:
-        """The float32 scale of all block scales, if those are 8-bit floats; else None."""
+        """The float32 number that multiplies all block scales, if those are 8-bit floats; else None."""
         return self.parts.tensor_scale
 
     @property
@@ -110,7 +110,7 @@ class PackedTensor:
         return replace(self, parts=self.parts.mapped(function))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dict of codes, scales and minimums as plain tensors, and of the rest as JSON text under "header".
+        """Return a dict of codes, scales and minimums as ordinary tensors, and of the rest as JSON text under "header".
 
         It can be saved by torch.save, or by safetensors, with the header in the metadata.
         """
@@ -184,13 +184,13 @@ def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
 
 
 class FlatCodec(ABC):
-    """An encoder and decoder for flat tensors of one size, dtype and device, which computes once what depends on these alone.
+    """An encoder and decoder for all flat tensors of one size, dtype and device, which are prepared once.
 
-    What `encode` returns is stored, and only the same codec reads it.
+    Only the same codec can decode what its `encode` returned.
     """
 
     __slots__ = ("dtype", "format", "nbytes", "numel")
-    takes_address = False  # whether values are read from the address of the argument on, whatever its shape; otherwise it is flat
+    takes_address = False  # whether `encode` reads values from the address of `x` on, whatever its shape; otherwise `x` is flat
 
     def __init__(self, numel: int, dtype: torch.dtype, format: Format) -> None:
         self.numel, self.dtype, self.format = numel, dtype, format
@@ -200,21 +200,20 @@ class FlatCodec(ABC):
     def encode(self, x: Tensor, step: Any, bits: Tensor | None = None) -> Any:
         """Return `x` encoded, in a form that only the same codec decodes.
 
-        `step` of the training, for random bits: a number, or one int32 on the device of `x`.
-
+        `step`: the training step, which selects random bits: a number, or one int32 on the device of `x`.
         `bits`: if the codec has `takes_address`, a tensor to fill with the mask of values above 0 in the same pass over `x`.
         """
 
     @abstractmethod
     def decode(self, stored: Any, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        """Return the decoded values of what `encode` returned, as a new dense tensor with these sizes and strides."""
+        """Return the decoded values of `stored`, which `encode` returned, in a new tensor of this size and stride."""
 
     @abstractmethod
     def packed(self, stored: Any) -> PackedTensor:
-        """Return what `encode` returned as a flat packed tensor."""
+        """Return `stored`, which `encode` returned, as a flat packed tensor."""
 
     def recompute(self, stored: Any, steps: Any, dtype: torch.dtype, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
-        """Return the results of applying `steps`, a norm and an activation function (`DecodeSteps`), to the decoded values.
+        """Return the results of `steps` (`DecodeSteps`: a norm and an activation function) on the decoded values.
 
         They are in a new dense tensor of `layout` (sizes, strides). Only codecs with `takes_address` have this method.
         """
@@ -232,7 +231,7 @@ class PlainCodec(FlatCodec):
         self._how, self._seed = how, seed
 
     def encode(self, x: Tensor, step: Any, bits: Tensor | None = None) -> PackedTensor:
-        """Return `x`, which is flat and contiguous, encoded. `step` of the training selects the random bits; `bits` is not used."""
+        """Return `x`, which is flat and contiguous, encoded with the random bits of training step `step`."""
         return encode_flat(x, self.format, *self._how, Seed(self._seed.value, self._seed.tensor, step))
 
     def decode(self, stored: PackedTensor, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
@@ -257,7 +256,7 @@ def flat_codec(like: Tensor, numel: int, format: Format, how: tuple[Rounding, Ov
 
 
 def decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that writes the decoded values of `packed` into its argument, a contiguous tensor of the same shape.
+    """Return a function that writes the values of `packed` into its argument, a contiguous tensor of the same shape.
 
     What depends on size and format is looked up once. If codes later change in place, the next call reads the new ones.
     """
@@ -280,7 +279,7 @@ def round_trip(
     scales: PackedTensor | Tensor | str = COVER,
     order: str = "memory",
 ) -> Tensor:
-    """Return `x` rounded to values of `format`, decode(encode(x)), in the same shape and dtype. The gradient is that of the identity."""
+    """Return decode(encode(x)), `x` rounded to values of `format`, in its dtype; the gradient passes unchanged."""
     _check_tensor(x, "round_trip")
     encoding = _encoding(format, rounding, overflow, seed, scales)
     dims = _dims(x, encoding, scales, order)
@@ -323,7 +322,7 @@ def memory_order(x: Tensor, format: Format, order: str = "memory") -> tuple[int,
 
 
 def _dims(x: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str, order: str) -> tuple[int, ...]:
-    """Return the order of dimensions in which to pack `x`: that of `scales` if `scales` is a packed tensor, else as `order` says."""
+    """Return the order of dimensions in which to pack `x`: that of a packed tensor in `scales`, or else by `order`."""
     if not isinstance(scales, PackedTensor):
         return memory_order(x, encoding.format, order)
     if scales.format != encoding.format or scales.shape != x.shape or scales.device != x.device:
@@ -334,7 +333,7 @@ def _dims(x: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str, or
 
 
 def _as_rows(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return `x` as contiguous (rows, cols), with dimensions in this order: a view if memory has that order, else a copy."""
+    """Return `x` as contiguous (rows, cols) with dimensions in this order: a view if memory allows it, else a copy."""
     x = x.detach()
     if not x.is_contiguous() or dims != tuple(range(x.ndim)):
         x = x.permute(dims).contiguous()
@@ -342,7 +341,7 @@ def _as_rows(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _from_header(text: Any, parts: PackedParts) -> PackedTensor:
-    """Return a packed tensor from its header (JSON text) and its parts, which are not checked yet."""
+    """Return a packed tensor from its header (JSON text) and its tensors, `parts`, which are not checked yet."""
     try:
         header = json.loads(text)
         dtypes = {str(d).removeprefix("torch."): d for d in DTYPES}
@@ -358,7 +357,7 @@ def _from_header(text: Any, parts: PackedParts) -> PackedTensor:
 
 
 def _check_parts(packed: PackedTensor) -> None:
-    """Raise CodecError if codes, scales or minimums have shapes, dtypes or devices that do not fit the tensor's format and shape."""
+    """Raise CodecError if the shapes, dtypes or devices of codes, scales or minimums do not fit format and shape."""
     format, device = packed.format, torch.device("meta")
     rows, cols = format.rows_and_cols([packed.shape[d] for d in packed.order])
     tensor_scale = torch.empty((), device=device) if format.has_tensor_scale else None
@@ -409,7 +408,7 @@ def _checked_encoding(text: str, rounding: Rounding, overflow: Overflow, rule: s
 
 
 def default_overflow(format: Format) -> Overflow:
-    """Return the overflow that a format has by default: SATURATE with blocks, whose scales cover all values, else NONFINITE.
+    """Return a format's default overflow: SATURATE with blocks, whose scales cover all values, else NONFINITE.
 
     uintN without a minimum, which may receive negative values, has NONFINITE too.
     """
@@ -417,9 +416,9 @@ def default_overflow(format: Format) -> Overflow:
 
 
 def _given_parts(x: Tensor, rows: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str) -> PackedParts | None:
-    """Return the scales that the caller of `encode` passed, checked; else the computed tensor scale, if the format has one; else None.
+    """Return the scales that the caller of `encode` passed, after checks; None if none are given and none is needed.
 
-    `rows`: `x` as (rows, cols).
+    A format with a tensor scale gets the computed one. `rows`: `x` as (rows, cols).
     """
     format = encoding.format
     if isinstance(scales, str):

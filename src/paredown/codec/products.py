@@ -44,8 +44,8 @@ from paredown.codec import backend
 ELEMENTS = {"e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST = {"e4m3fn": 448.0, "int8": 127.0}
 CAPABILITIES = {"e4m3fn": (8, 9), "int8": (7, 5)}  # of the first CUDA devices with such products
-MULTIPLE = 16  # sizes of both dimensions of a weight, and of a contraction
-MAX_TERMS = 2**17  # of a sum in int32: 127^2 of each
+MULTIPLE = 16  # both sizes of a weight, and the length of a contraction, are multiples of this
+MAX_TERMS = 2**17  # products that can be added in int32: each is at most 127^2
 MIN_INT8_ROWS = 32  # torch._int_mm takes more than 16
 scaled_mm: Callable[..., Tensor] = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 int_mm: Callable[..., Tensor] = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
@@ -59,7 +59,7 @@ NO_INSTRUCTIONS = (
     "{device} has no matrix products in {element}: they need CUDA compute capability {needed}{have}. A plan with products in {other}, in "
     "auto, or without products may do; on a CPU they are computed in float32."
 )
-NODE = "RowProduct"  # in the table of operations
+NODE = "RowProduct"  # name in autograd's table of operations
 # names of the operations
 QUANTIZE, PRODUCT, COLUMNS, TRANSPOSED = "quantize_rows", "row_product", "quantize_columns", "transposed_codes"
 
@@ -84,9 +84,9 @@ def quantize_rows(x: Tensor, element: str) -> tuple[Tensor, Tensor]:
 def row_product(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return (a b^T) * scales_a * scales_b^T of codes a (rows, n) and b (columns, n), as (rows, columns) of `dtype`.
 
-    `scales_b` None stands for ones.
+    `scales_b`: None for ones.
     """
-    # a graph has it once for each size
+    # made here, so that a graph has one tensor of ones for each size
     scales_b = b.new_ones((b.shape[0], 1), dtype=torch.float32) if scales_b is None else scales_b
     if a.device.type != "cuda":
         return ((a.float() @ b.float().t()) * scales_a * scales_b.t()).to(dtype)
@@ -102,7 +102,7 @@ def row_product(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor | None,
 
 
 def quantize_columns(g: Tensor, factors: Tensor, element: str) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of the columns of g * factors, each column as a row; `factors` has one number for each row of g."""
+    """Return (codes, scales) of the columns of g * factors, transposed; `factors` has one number for each row of g."""
     return quantize_rows(transposed_codes(g.float() * factors), element)
 
 
@@ -126,9 +126,9 @@ def _on_cuda(kernel: str, reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_graph(x: Tensor, *args: Any) -> Any:
-    """Return `quantize_columns(x, *args)` computed by torch operations, for graphs on a CPU; NotImplemented on CUDA, where kernels run.
+    """Return `quantize_columns(x, *args)` in torch operations, for graphs on a CPU; NotImplemented if a kernel does it.
 
-    Inductor would fuse it into reductions that read along rows, whose transposed writes took 10.6 of the 83 ms of a step (one H200).
+    Inductor would fuse these operations into reductions along rows, whose transposed writes took 10.6 of 83 ms of a step (one H200).
     """
     has_kernels = x.device.type == "cuda" and backend.find_kernels() is not None
     return NotImplemented if has_kernels else quantize_columns(x, *args)
@@ -171,9 +171,9 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 
 
 class SharedCodes:
-    """The codes of the input that was quantized last, kept as long as that tensor lives.
+    """A cache of the codes of the tensor that was quantized last; layers that read the same tensor save its codes once.
 
-    Layers that read the same tensor save its codes once.
+    The codes are kept as long as that tensor lives.
     """
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class SharedCodes:
         self._codes: tuple[Tensor, Tensor] | None = None
 
     def codes(self, x: Tensor, matrix: Tensor, element: str) -> tuple[Tensor, Tensor]:
-        """Return codes and scales of `matrix`, a 2-D view of `x`; those of the previous call if it was for the same `x`."""
+        """Return (codes, scales) of `matrix`, a 2-D view of `x`: those of the last call if `x` is still the same."""
         key = x._version, element
         if self._codes is None or self._of is None or self._of() is not x or self._key != key:
             with torch.no_grad():
@@ -197,11 +197,11 @@ class SharedCodes:
 
 
 class RowProduct(torch.autograd.Function):
-    """The autograd function for x W^T with both matrices quantized to codes; backward saves the codes of x, and W."""
+    """The autograd function for x W^T with both matrices quantized to 8-bit codes; it saves W and the codes of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, element: str, dtype: torch.dtype, given: Any) -> Tensor:
-        """Return x W^T of the quantized x and weight, in `dtype`. `given`: codes and scales of x, or None to quantize x here."""
+        """Return x W^T of the quantized x and weight, in `dtype`; `given`: (codes, scales) of x, or None."""
         with torch.autocast(x.device.type, enabled=False):
             codes, scales = given or torch.ops.paredown.quantize_rows(x, element)
             weight_codes, weight_scales = torch.ops.paredown.quantize_rows(weight, element)
@@ -230,9 +230,9 @@ class RowProduct(torch.autograd.Function):
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, element: str, shared: SharedCodes | None = None) -> Tensor:
-    """Return F.linear(x, weight, bias) computed by products of 8-bit codes, in the dtype that F.linear has.
+    """Return F.linear(x, weight, bias) computed by products of 8-bit codes, in the dtype that F.linear returns.
 
-    Both sizes of `weight` must be multiples of MULTIPLE. `shared`: where layers that read the same `x` find its codes; None: no sharing.
+    Both sizes of `weight` must be multiples of MULTIPLE. `shared`: a cache in which layers that read the same `x` find its codes.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.promote_types(x.dtype, weight.dtype)

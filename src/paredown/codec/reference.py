@@ -1,4 +1,4 @@
-"""The definition of encode, decode and round_trip, in plain torch: slow and simple. Every other implementation returns the same bits.
+"""These functions define encode, decode and round_trip in plain torch; all other implementations give the same bits.
 
 A tensor is laid out as (rows, cols); `formats/format.py` draws it. In float32 and correctly rounded, for each block:
 
@@ -86,7 +86,7 @@ COVER = "cover"
 
 @dataclass(frozen=True)
 class PackedParts:
-    """The tensors of a packed tensor: codes (rows, row_bytes) uint8, scales and minimums (rows, blocks), tensor_scale ().
+    """What a packed tensor stores: codes (rows, row_bytes) uint8, scales and minimums (rows, blocks), tensor_scale ().
 
     Scales in fp32 and bf16 are tensors of that dtype, those in e8m0 and 8-bit floats are uint8 codes.
     """
@@ -105,11 +105,11 @@ class PackedParts:
         return [t for t in self.all() if t is not None]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> PackedParts:
-        """Return the parts with `function` applied to each tensor."""
+        """Return codes, scales and minimums with `function` applied to each tensor."""
         return PackedParts(*(t if t is None else function(t) for t in self.all()))
 
     def copy_(self, other: PackedParts) -> None:
-        """Overwrite these tensors by those of `other`, except for parts that one of the two lacks."""
+        """Copy the codes, scales and minimums of `other` into these, except for tensors that one of the two lacks."""
         for mine, new in zip(self.all(), other.all(), strict=True):
             if mine is not None and new is not None:
                 mine.copy_(new)
@@ -117,7 +117,7 @@ class PackedParts:
 
 @dataclass(frozen=True)
 class Encoding:
-    """The arguments by which a tensor is encoded: format, rounding, overflow, seed, and the rule by which scales are chosen."""
+    """The arguments of encoding a tensor: format, rounding, overflow, seed, and the rule by which scales are chosen."""
 
     format: Format
     rounding: Rounding
@@ -170,7 +170,7 @@ def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow
 
 
 def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes to which `y` rounds in a float or integer element, and a mask of the values that are out of range."""
+    """Return the codes to which `y` rounds in a float or integer element, and a mask of values out of range."""
     k = rounded_magnitude(y.abs().nan_to_num(0.0, posinf=torch.finfo(torch.float32).max), element, rounding, bits)
     negative = torch.signbit(y)
     limit = torch.where(negative, element.min_code, element.max_code)
@@ -183,7 +183,7 @@ def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | N
 
 
 def rounded_magnitude(a: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> Tensor:
-    """Return the int64 codes of rounded magnitudes `a` >= 0, which may exceed the element's largest code."""
+    """Return the int64 codes to which magnitudes `a` >= 0 round; they may exceed the element's largest code."""
     mantissa_bits, min_exponent = element.mantissa_bits, element.min_exponent
     a = a.double()
     exponent = torch.where(a > 0, torch.frexp(a).exponent.long() - 1, min_exponent).clamp(min=min_exponent)
@@ -209,9 +209,9 @@ def _rounds_up(fraction: Tensor, code: Tensor, rounding: Rounding, bits: Tensor 
 
 
 def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes to which `y` rounds in an element that is a table of values, and a mask of the values out of range.
+    """Return the codes to which `y` rounds in an element that is a table of values, and a mask of values out of range.
 
-    Ties of e8m0 take the larger value, as in ml_dtypes.
+    A tie between values of e8m0 becomes the larger one, as in ml_dtypes.
     """
     values = torch.tensor(element.table, dtype=torch.float32, device=y.device)
     lowest, highest = table_limits(element, rounding)
@@ -235,7 +235,7 @@ def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | 
 def table_limits(element: Element, rounding: Rounding) -> tuple[float, float]:
     """Return the smallest and the largest float32 that a table can represent after rounding.
 
-    These are the table's first and last value. But e8m0 rounds as a float does: down to any number above 0, and up to where 2^128 is
+    These are the table's first and last value. But in e8m0 every number above 0 rounds to a value, up to where 2^128 is
     nearer.
     """
     if element.name != "e8m0":
@@ -301,9 +301,9 @@ def choose_scales(x: Tensor, encoding: Encoding, tensor_scale: Tensor | None) ->
 def tensor_scale_of(largest: Tensor, format: Format) -> Tensor:
     """Return the scale of the whole tensor, by which block scales in 8-bit floats are multiplied.
 
-    `largest` is the tensor's largest finite magnitude. It is at least 2^-126 / the smallest block scale (2^-117 for e4m3fn), so
-    that their product has a finite inverse. With a minimum, which bf16 rounds down, the range of a block is at most 2 + 2^-6 times
-    `largest`.
+    `largest` is the tensor's largest finite magnitude. The scale is at least 2^-126 / the smallest block scale (2^-117 for e4m3fn),
+    so that the product of both has a finite inverse. With a minimum, which bf16 rounds down, the range of a block is at most
+    2 + 2^-6 times `largest`.
     """
     if format.minimum:
         largest = largest * (2 + 2.0**-6)
@@ -316,10 +316,8 @@ def tensor_scale_of(largest: Tensor, format: Format) -> Tensor:
 def store_scale(scale: Tensor, element: Element) -> Tensor:
     """Return scales rounded up to values of `element`, in the dtype in which they are stored.
 
-    NaN stays NaN.
-
-    Past the largest value, 8-bit floats saturate, since scales relative to the tensor scale exceed it by rounding error alone; bf16 and
-    e8m0 become inf or NaN.
+    NaN stays NaN. Past the largest value, 8-bit floats saturate, since scales relative to the tensor scale exceed it by rounding error
+    alone; bf16 and e8m0 become inf or NaN.
     """
     if element.name in ("fp32", "bf16"):
         scale = torch.where(scale > 0, scale.clamp(min=SMALLEST_SCALE), scale)
@@ -341,9 +339,9 @@ def rounded_down(x: Tensor, element: Element) -> Tensor:
 
 
 def ocp_scale(largest: Tensor, element: Element) -> Tensor:
-    """Return the scale that the OCP MX standard chooses, 2^(floor(log2 largest) - floor(log2 max_value)), within e8m0's range.
+    """Return the scale of the OCP MX standard, 2^(floor(log2 largest) - floor(log2 max_value)), within e8m0's range.
 
-    Blocks of zeros get its smallest value.
+    Blocks of zeros get the smallest value of e8m0.
     """
     exponent = torch.frexp(largest.double()).exponent - torch.frexp(torch.tensor(element.max_value)).exponent
     exponent = torch.where(largest > 0, exponent, -127).clamp(-127, 127)
@@ -365,7 +363,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: 
 
     `given`: the scales under rule "given", and the tensor scale if the format has one. `bits`: a random integer for each value, or None.
 
-    Elements without inf and NaN saturate if there is no block scale to set to NaN; `packed.encode` raises for such values before.
+    Elements without inf and NaN saturate if there is no block scale to set to NaN; `packed.encode` raises before it calls this.
     """
     format, x = encoding.format, x.float()
     if format.block is None:
@@ -394,7 +392,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: 
 def scaled(x: Tensor, parts: PackedParts, encoding: Encoding) -> Tensor:
     """Return (x - minimum) / scale in float32, (rows, cols).
 
-    y is 0 where a chosen scale is 0, since all values are then 0 or nearly so.
+    The result is 0 where a chosen scale is 0, since all values of the block are then 0 or nearly so.
     """
     block = encoding.format.block
     assert block
@@ -407,7 +405,7 @@ def scaled(x: Tensor, parts: PackedParts, encoding: Encoding) -> Tensor:
 
 
 def decode_rows(parts: PackedParts, format: Format, cols: int, dtype: torch.dtype) -> Tensor:
-    """Return the decoded values (rows, cols) of `parts` in `dtype`. Finite values past float16's largest stay finite."""
+    """Return the decoded values (rows, cols) of `parts` in `dtype`; finite values stay finite in float16."""
     assert parts.codes is not None
     y = values_of(unpack_bits(parts.codes, format.element.width, cols), format.element)
     if format.block:
@@ -436,5 +434,5 @@ def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bi
 
 
 def spread(per_block: Tensor, block: int, cols: int) -> Tensor:
-    """Return one value for each block, (rows, blocks), repeated for each value of the block, (rows, cols)."""
+    """Return `per_block`, (rows, blocks), with each number repeated for all values of its block: (rows, cols)."""
     return per_block.repeat_interleave(block, 1)[:, :cols]

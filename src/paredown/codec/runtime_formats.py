@@ -1,7 +1,7 @@
-"""round_trip with formats and seeds that a kernel reads from memory, so that one captured CUDA graph serves all formats.
+"""`RuntimeFormatTable` rounds tensors to formats that kernels read from memory, so one captured CUDA graph serves all.
 
-A `RuntimeFormatTable` has a row of int32 for each slot: twelve describe its format (`kernels/runtime_formats.py`), two are the keys of
-its random bits. Rows can hold floats and integers without a block, and fp32 for slots that stay unmodified.
+The table has a row of int32 for each slot, a tensor to round: twelve describe its format (`kernels/runtime_formats.py`), two are keys
+of its random bits. Rows can hold floats and integers without a block, and fp32 for slots that stay unmodified.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Job = tuple[Tensor, Tensor, int]  # x, out, row of the table
 
 
 def is_live(format: Format | None) -> bool:
-    """Return whether a kernel can read this format from device memory at run time: it has no block and no table of values.
+    """Return whether a kernel can read this format from device memory: it has no block and no table of values.
 
-    None stands for unmodified values, which a kernel can."""
+    The result is True for None, which stands for unmodified values."""
     return format is None or (
         format.block is None and format.element.kind is not ElementKind.TABLE and format.element.min_exponent >= -126
     )
@@ -82,18 +82,18 @@ def round_trip_(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
 
 
 class RuntimeFormatTable:
-    """A table in device memory with the formats and seeds of `capacity` slots, which kernels read when they run."""
+    """A table in device memory with a format and a seed in each of `capacity` rows, which kernels read."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.rows = torch.zeros((capacity, NUM_COLUMNS), dtype=torch.int32, device=device)
         self.device = device
 
     def set(self, rows: dict[int, tuple[Format | None, Overflow | None]]) -> None:
-        """Write the formats and overflows of the slots `rows` into the table, in one copy to the device; format None: not rounded."""
+        """Write the format and overflow mode of each row in `rows` to the device at once; format None: no rounding."""
         self._write({row: fields_of(*fields) for row, fields in rows.items()}, slice(NUM_FIELDS))
 
     def set_seeds(self, seeds: dict[int, Seed]) -> None:
-        """Write the keys of the slots' random bits into the table.
+        """Write the keys of the random bits of the rows in `seeds` into the table.
 
         The step is left out, since each rounding gets it as an argument.
         """
@@ -109,7 +109,7 @@ class RuntimeFormatTable:
     def round_many(
         self, jobs: Sequence[Job], rounding: Rounding, step: Tensor, memory: Tensor, *, is_captured: bool = False
     ) -> BatchedRoundTrip:
-        """Round tensors in one kernel launch, each by its row of the table: `jobs` are (x, out, row), float32 without gaps.
+        """Round tensors in one launch, each by its row of the table; `jobs`: (x, out, row), float32 without gaps.
 
         `memory`: int64 on the device, as many as `words_for` says, for the launch's arguments. `is_captured`: a CUDA graph is being
         captured, and the caller calls `write()` of the result before the graph runs.
@@ -174,7 +174,7 @@ def words_for(tensors: Iterable[Tensor]) -> int:
 
 @cache
 def fields_of(format: Format | None, overflow: Overflow | None) -> tuple[int, ...]:
-    """Return the twelve int32 by which kernels know a format at run time."""
+    """Return the twelve int32 that describe a format to kernels, which read them at run time."""
     if not is_live(format):
         raise CodecError(f"{format} cannot be read from memory at run time: it has a block, a list of values or tiny exponents.")
     from paredown.codec.kernels.runtime_formats import describe  # needs Triton

@@ -48,7 +48,7 @@ from typing import Any
 
 from paredown.errors import FormatError
 
-FLOAT32_MIN_EXPONENT = -149  # of the smallest subnormal
+FLOAT32_MIN_EXPONENT = -149  # exponent of float32's smallest subnormal
 FLOAT32_MAX_EXPONENT = 127
 MAX_INT_WIDTH = 16
 ALLOWED = (
@@ -68,7 +68,7 @@ class ElementKind(str, Enum):
 
 
 class Specials(str, Enum):
-    """The convention by which some codes of a float stand for infinity or NaN."""
+    """The convention by which some codes of a float stand for infinity or NaN; the value is the suffix in a name."""
 
     IEEE = ""
     FN = "fn"
@@ -87,7 +87,7 @@ class Element:
     kind: ElementKind
     width: int
     mantissa_bits: int = 0
-    min_exponent: int = 0  # of the smallest normal value, 1 - bias
+    min_exponent: int = 0  # exponent of the smallest normal value, 1 - bias
     specials: Specials = Specials.NONE
     subnormals: bool = True
     table: tuple[float, ...] = ()
@@ -145,7 +145,7 @@ class Element:
 
     @cached_property
     def min_code(self) -> int:
-        """The code of the smallest value's magnitude: max_code for floats and intN, 1 for int1, 0 for uintN."""
+        """The code, without sign, of the most negative value: max_code for floats and intN, 1 for int1, 0 for uintN."""
         return 0 if self.kind is ElementKind.UINT else max(self.max_code, 1)
 
     @cached_property
@@ -256,7 +256,7 @@ def _parse(text: str) -> Element:
 
 
 def _text_of(value: float) -> str:
-    """Return the text of a number in a table of values, without "+", which would begin a format's minimum."""
+    """Return a number as text without "+" (as in 1e+20), because in the text of a format "+" begins the minimum."""
     return repr(float(value)).removesuffix(".0").replace("+", "")
 
 

@@ -1,6 +1,6 @@
-"""Options of encoding: which neighbour a value is rounded to, what happens past the largest value, and the source of random bits.
+"""`Rounding`, `Overflow` and `Seed` are the arguments of `encode` that no format has.
 
-None of this is part of a format: a format describes *decoding*, and these are arguments of `encode`.
+They say how values are rounded and clamped, and from what random bits; a format describes *decoding*.
 
 Stochastic rounding rounds up with a probability equal to the fractional part, so that the expected value is the exact one.
 The random bits are a pure function of (seed, tensor, step, element index): there is no generator state to save,
@@ -58,7 +58,7 @@ def default_rounding(width: int, *, is_sum: bool) -> Rounding:
 
 
 class Overflow(str, Enum):
-    """A rule for values larger than the largest representable one: encoding clamps them to it, or makes them infinite or NaN."""
+    """A rule for values past the largest one of a format: encoding clamps them to it, or makes them infinite or NaN."""
 
     SATURATE = "saturate"  # the largest value, infinity too; NaN stays NaN
     NONFINITE = "nonfinite"  # infinity or NaN, whichever the element has
@@ -66,7 +66,7 @@ class Overflow(str, Enum):
 
 @dataclass(frozen=True)
 class Seed:
-    """The source of random bits for stochastic rounding: a user's seed, a tensor's id, the step and the index of the first element.
+    """The source of random bits for stochastic rounding: a user's seed, the id of a tensor, a step and a first index.
 
     `first_index` lets a shard draw the bits that its elements have in the whole tensor. `step` may be a tensor of one int32
     on the device, which a kernel reads when it runs: a captured graph then draws new bits at every replay.
@@ -98,7 +98,7 @@ class Seed:
         return mix(k0 ^ (step & WORD)), mix(k1 ^ (step & WORD))
 
     def base_keys(self) -> tuple[int, int]:
-        """Return the two keys before the step is included, for a kernel that reads the step from device memory."""
+        """Return the two keys without the step in them, for a kernel that reads the step from device memory."""
         return _base_keys(int(self.value), int(self.tensor))
 
 
@@ -111,7 +111,7 @@ def _base_keys(value: int, tensor: int) -> tuple[int, int]:
 
 
 def signed(word: int) -> int:
-    """Return the int32 that has the bits of a 32-bit word.
+    """Return the int32 with the same bits as `word`, an unsigned integer of 32 bits.
 
     >>> signed(0xFFFFFFFE), signed(2)
     (-2, 2)

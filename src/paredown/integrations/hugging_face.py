@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer under a plan.
+"""Train under a plan with Hugging Face's Trainer.
 
     trainer = Trainer(model=model, args=args, train_dataset=data)       # or a subclass of it
     callback = attach(trainer, plan)                                    # applies the plan, and logs which optimizer will run
@@ -6,13 +6,13 @@
     trainer.train()                                                     # again, if you like; then evaluate(), save_model(), push_to_hub()
     callback.close()                                                    # decodes all weights: trainer.model is unmodified
 
-Clipping, gradient accumulation, schedulers, evaluation and checkpoints are the trainer's own. Checkpoints hold plain weights, which
+Clipping, gradient accumulation, schedulers, evaluation and checkpoints are the trainer's own. Checkpoints hold unpacked weights, which
 `from_pretrained` reads, and the codes of weights and moments in the optimizer's file: `trainer.train(resume_from_checkpoint=...)` resumes
 with the same bits. Saving decodes packed weights one module at a time, into host memory (`saving.py`). Memory and update statistics
 (`monitor.py`) are in `trainer.state.log_history` and reach every logger of `report_to`.
 
-Where the plan requests formats of the optimizer, `attach` replaces the one that `TrainingArguments.optim` names by its equal in
-paredown.optim, and refuses one that has none there; otherwise the trainer's optimizer is kept. `callback.optimizer` says which, and why.
+If the plan has formats for optimizer state, the optimizer of paredown.optim with the update rule of `TrainingArguments.optim` replaces the
+trainer's (OptimError if there is none); otherwise the trainer's is kept. `callback.optimizer` says which one runs, and why.
 
 An out-of-memory error of `trainer.train()` gets a note: what the peak was made of, the next smaller plan, and advice on the allocator.
 """
@@ -72,9 +72,9 @@ _ATTACHED: weakref.WeakKeyDictionary[Session | SimulatedSession, tuple[Plan, dic
 class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
     """A callback of Hugging Face's Trainer that applies a plan, saves the session's state in checkpoints, and logs.
 
-    The session stays open after `train()`, so that a base of which only the packed form fits the device is not decoded; `close` ends it.
-    `attach` makes one. `Trainer(callbacks=[TrainerPlanCallback(plan)], optimizer_cls_and_kwargs=optimizer_of(args))` works too, but loggers
-    then run before it and miss its numbers. `seed`, `mode`, `guard` and `chunked_loss` are those of `apply`.
+    The session stays open after `train()`, so that a base model that fits the device only when packed is not decoded; `close` ends it.
+    `attach` makes a callback. `Trainer(callbacks=[TrainerPlanCallback(plan)], optimizer_cls_and_kwargs=optimizer_of(args))` works too, but
+    loggers then run before it and miss its numbers. `seed`, `mode`, `guard` and `chunked_loss` are those of `apply`.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         _ATTACHED[self.session] = self.plan, self._options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
-        """Restore the session's state from that of the trainer if the training resumes from a checkpoint."""
+        """Restore the session's state from the trainer's saved state if the training resumes from a checkpoint."""
         session = self._open()
         if unwrapped(model) is not session.model:
             raise ApplyError(
@@ -223,6 +223,7 @@ def attach(
     plan: Plan | None = None,
     *,
     budget: int | str | None = None,
+    host_budget: int | str | None = None,
     batch: Any = None,
     optimizer: str | None = None,
     verify: bool = False,
@@ -230,23 +231,27 @@ def attach(
 ) -> TrainerPlanCallback:
     """Apply `plan` to a trainer's model, and choose the optimizer of the plan; `options` are those of TrainerPlanCallback.
 
-    `budget`, such as "24GiB": in place of a plan. It is made by `assign` from a trace of the trainer's own step, for the device that it
-    trains on, with the longest of its examples; `batch` gives others, as the data collator returns them.
+    `budget`, such as "24GiB", stands for a plan that `assign` makes within it, from a trace of the trainer's own step on its device with
+    the longest of its examples; `batch` gives others, as the data collator returns them. `host_budget` is what the plan may store of
+    packed activations in the memory of the host, on a GPU.
     `optimizer`: "adamw", "lion", "sgd" or "muon" of paredown.optim; by default the one with the update rule of `TrainingArguments.optim`,
     if the plan requests formats of an optimizer, else the trainer's. An optimizer that the trainer has already is kept.
     `verify`: before the first step, compare gradients of its batch with those of the unmodified model, and raise VerificationError if
     they differ by more than the tolerance.
-    The session is open until `close()` of what is returned. A second `attach`, of the same trainer or of another one for the same model,
-    goes on with it if plan and options are the same; otherwise it closes the session first, as it does for a budget.
+    The session stays open until `close()` of the returned callback. A second `attach`, to this trainer or another one of the same model,
+    continues the session if plan and options are the same; otherwise, and with a budget, it closes the session first.
     """
     _check_attached(trainer, plan, budget)
+    if host_budget is not None and budget is None:
+        raise ApplyError("host_budget is for the plan of a budget: attach(trainer, budget='24GiB', host_budget='64GiB').")
     if getattr(trainer, "model_init", None) is not None:
         raise ApplyError("model_init makes a new model for every training, without the plan. Give Trainer a model instead.")
     chosen_plan: Any = plan
     if budget is not None:
         _close_earlier(trainer)  # the step of the unmodified model is traced
         has_chunks = bool(options.get("chunked_loss", CHUNKED_LOSS))
-        chosen_plan = plan_within(trainer, budget, _traced_optimizer(trainer, optimizer), batch, has_chunked_loss=has_chunks)
+        name = _traced_optimizer(trainer, optimizer)
+        chosen_plan = plan_within(trainer, budget, name, batch, host_budget=host_budget, has_chunked_loss=has_chunks)
     callback = TrainerPlanCallback(chosen_plan, **options)
     _remove_earlier(trainer, callback)
     chosen, callback.optimizer = _choose_optimizer(trainer, callback, optimizer)

@@ -1,4 +1,4 @@
-"""Lightning's Trainer (`PareCallback`) and Fabric (`PlanPrecision`) under a plan.
+"""Train under a plan with Lightning's Trainer (`PareCallback`) or Fabric (`PlanPrecision`).
 
     callback = PareCallback(plan)
     trainer = Trainer(callbacks=[callback], gradient_clip_val=1.0)
@@ -6,8 +6,8 @@
 
     callback.close()                 # decodes all weights: the module is unmodified
 
-The plan is applied before `configure_optimizers`. The session stays open when fitting ends, so that a base of which only the packed form
-fits the device is not decoded: `fit` again, `validate` and `save_checkpoint` work, until `callback.close()`. Checkpoints hold plain
+The plan is applied before `configure_optimizers`. The session stays open when fitting ends, so that a base model that fits the device only
+when packed is not decoded: `fit` again, `validate` and `save_checkpoint` work, until `callback.close()`. Checkpoints hold unpacked
 weights, decoded one module at a time into host memory, the optimizer's codes and the session's state, so that `ckpt_path=` resumes with
 the same bits. Memory and update statistics (`monitor.py`) go through
 `log_dict` to every logger.
@@ -176,7 +176,7 @@ BY_NAME: Mapping[str, Callable[[], Precision]] = {"32-true": Precision, "bf16-mi
 
 
 def _of_inner(name: str) -> Any:
-    """Return a method that calls the method of this name of the wrapped plugin."""
+    """Return a method that calls the wrapped plugin's method called `name`."""
     return lambda self, *args, **kwargs: getattr(self.inner, name)(*args, **kwargs)
 
 

@@ -1,9 +1,9 @@
-"""Numbers of a run for loggers (`numbers`, `Monitor`), and the base class of all integrations (`AppliedPlan`).
+"""Memory and update statistics of a run for loggers (`numbers`, `Monitor`), and the base class of integrations (`AppliedPlan`).
 
-    memory/weight_gib, memory/gradient_gib, memory/optimizer_gib    stored from step to step, packed and plain
+    memory/weight_gib, memory/gradient_gib, memory/optimizer_gib    stored from step to step, packed or not
     memory/activation_gib                                           packed between forward and backward; a Monitor reports the maximum
     memory/peak_gib                                                 CUDA only: torch.cuda.max_memory_allocated
-    updates/underflow, updates/flips                                of packed weights: shares of updates that were lost, of values changed
+    updates/underflow, updates/flips                                packed weights: shares of updates lost, and of values that changed
     guard/actions                                                   number of actions of the guard
 
 >>> import torch
@@ -41,7 +41,7 @@ WEIGHT = "weight."  # prefix of packed weights in an optimizer's state, which ar
 
 
 def numbers(session: Session | SimulatedSession | None, optimizer: Any = None) -> dict[str, float]:
-    """Return numbers for loggers by name; None: of the optimizer's parameters without a session, of the model without an optimizer."""
+    """Return memory and update statistics for loggers, by name; those of a session or an optimizer that is None are left out."""
     optimizer = unwrap_optimizer(optimizer)
     model = session.model if session is not None else None
     parameters = _parameters(model, optimizer)
@@ -66,7 +66,7 @@ def numbers(session: Session | SimulatedSession | None, optimizer: Any = None) -
 
 
 class Monitor:
-    """Measures the numbers that loggers show, including the maximum of packed activations between two calls."""
+    """Measures the numbers that loggers show, with the maximum bytes of packed activations between two calls of `numbers`."""
 
     def __init__(self, session: Session | SimulatedSession, model: nn.Module) -> None:
         self.session, self._most = session, 0
@@ -139,7 +139,7 @@ def _mean(pairs: Iterable[tuple[float, int]]) -> float:
 
 
 class AppliedPlan:
-    """A plan and its session on the model of a training library, with a monitor; `options` are those of `apply`."""
+    """Applies a plan to the model of a training library; holds the session and its Monitor. `options` are those of `apply`."""
 
     prints_summary = True
 
@@ -148,12 +148,12 @@ class AppliedPlan:
             name = type(self).__name__
             raise ApplyError(f"{name} takes a Plan, not {type(plan).__name__}: {name}(Plan.preset('half')).")
         self.plan, self._options = plan, options
-        self.session: Session | SimulatedSession | None = None  # the last one: it remains after it is closed, for its changes
+        self.session: Session | SimulatedSession | None = None  # the last session, also after it is closed, for its changes
         self._monitor: Monitor | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether the plan is applied to a model now; False after the user or another `attach` closes the session."""
+        """Return whether the plan is applied to a model now; False after the user or another `attach` closes the session."""
         model = self.session.model if self.session is not None and self._monitor is not None else None
         return model is not None and any_session_of(model) is self.session
 

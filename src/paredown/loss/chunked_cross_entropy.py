@@ -1,4 +1,4 @@
-"""`chunked_cross_entropy`: the cross entropy of a linear layer's logits, in chunks of rows: all logits never exist.
+"""`chunked_cross_entropy` computes the loss of a linear layer's logits in chunks of rows: all logits never exist.
 
 The logits of row i are z = f(h_i W^T + b), with an elementwise f such as soft-capping. With p = softmax(z), target y, class weights w (1 if
 there are none), label smoothing e, V classes and S = sum_c w_c:
@@ -48,7 +48,7 @@ ROW_MULTIPLE = 128  # chunks of more rows are a multiple of this: whole tiles of
 ROW_ALIGNMENT = {"cuda": 64}
 SECOND = "a loss in chunks has no second derivative, which create_graph=True requests: use apply(plan, model, chunked_loss=False)."
 NO_BACKWARD = -1  # id of the current graph task outside backward
-KERNEL_DEVICES = {"cuda": True}  # by type
+KERNEL_DEVICES = {"cuda": True}  # device types on which the kernel runs
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT16_SUM = 1024.0  # of the scales of all rows in float16: smaller sums underflow, larger ones overflow
 
@@ -65,7 +65,7 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """A transform of logits that consists of casts, products with numbers, and tanh, with its gradient.
+    """A transform of logits that consists of casts, products with numbers, and tanh.
 
     Its gradient is computed without autograd, which is not available inside operators.
     `calls`: ("to", the name of a dtype), ("mul", a number), ("div", a number) and ("tanh", None), in order.
@@ -101,7 +101,7 @@ class Elementwise:
 
     def gradient(self, logits: Tensor, gradient: Tensor) -> Tensor:
         """Return the gradient of the logits, given the gradient of the transformed logits."""
-        results = [logits]  # before the first call, and of each call
+        results = [logits]  # the logits before the first call, and the result of each call
         for name, value in self.calls:
             results.append(ELEMENTWISE[name](results[-1], value))
         while len(results) > 1:
@@ -125,7 +125,7 @@ SCALES = frozenset(("mul", "multiply", "div", "divide", "true_divide", "__mul__"
 
 
 def elementwise_call(name: str, number: Any, dtype: torch.dtype) -> tuple[str, Any]:
-    """Return how `Elementwise.calls` describes a call of this function."""
+    """Return the entry of `Elementwise.calls` for a call of the tensor function `name`, whose result has `dtype`."""
     if name in CASTS:
         return "to", str(dtype).removeprefix("torch.")
     return ("tanh", None) if name == "tanh" else ("div" if "div" in name else "mul", number)
@@ -133,7 +133,7 @@ def elementwise_call(name: str, number: Any, dtype: torch.dtype) -> tuple[str, A
 
 def without_last_casts(calls: Sequence[tuple[str, Any]], dtype: torch.dtype) -> Elementwise | None:
     """Return `calls` without final casts to float32, since the loss computes in float32; None if no call is left."""
-    wide = [dtype is torch.float64]  # before each call
+    wide = [dtype is torch.float64]  # whether logits are float64 before each call
     for name, value in calls:
         wide.append(value == "float64" if name == "to" else wide[-1])
     count = len(calls)
@@ -212,7 +212,7 @@ def _dtype_after(transform: Callable[[Tensor], Tensor] | None, dtype: torch.dtyp
 
 
 def product_dtype(hidden: Tensor, device: str) -> torch.dtype:
-    """Return the dtype in which a linear layer computes for input `hidden`: autocast's if enabled, except for float64 input."""
+    """Return the dtype in which a linear layer computes for `hidden`: autocast's if enabled, but not for float64."""
     is_cast = torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64
     return torch.get_autocast_dtype(device) if is_cast else hidden.dtype
 
@@ -237,7 +237,7 @@ class Problem:
 
     @property
     def scales(self) -> tuple[float, ...] | None:
-        """The factors before and after each tanh in the transform of logits; None if no kernel supports the transform."""
+        """The factors before and after each tanh in the transform of logits; None if kernels do not support it."""
         transform = self.settings.transform
         if transform is None:
             return (1.0,)
@@ -245,15 +245,15 @@ class Problem:
 
     @property
     def is_fused(self) -> bool:
-        """Whether one kernel computes losses and gradients of a chunk, which is so on CUDA for transforms of products and tanh."""
+        """Whether one kernel computes losses and gradients of a chunk: on CUDA, for transforms of products and tanh."""
         is_covered = self.scales is not None and self.settings.dtype in KERNEL_DTYPES
         return is_covered and KERNEL_DEVICES.get(self.settings.device or "", False) and find_spec("triton") is not None
 
 
 class Rows:
-    """The weights of the log probabilities in each row's loss: `own` for the target class, `smooth` for every class.
+    """Computes losses and gradients of rows, chunk by chunk, from the targets and the options of the loss.
 
-    The terms of a chunk are computed from its targets each time: no tensor of this class has a value for every row.
+    In a row's loss the log probability of the target class has the weight `own`, and that of every class the weight `smooth`.
     """
 
     def __init__(self, problem: Problem, num_classes: int, dtype: torch.dtype) -> None:
@@ -288,7 +288,7 @@ class Rows:
         return losses.masked_fill_(~is_used, 0.0)[:, 0]
 
     def fused_(self, logits: Tensor, part: slice, scale: Tensor | float | None) -> Tensor:
-        """Return the losses of a chunk, and overwrite `logits` by their gradient unless `scale` is None, in one kernel."""
+        """Return the losses of a chunk; with `scale`, `logits` are overwritten by their gradient in the same kernel."""
         if hasattr(logits, "fake_mode"):  # a trace: the kernel allocates nothing but the losses
             logits.mul_(1.0)
             return torch.empty(len(logits), dtype=self._dtype)
@@ -299,7 +299,7 @@ class Rows:
         return losses_and_gradient_(logits, self._target[part].contiguous(), numbers, weights, scale, self._scales)
 
     def gradient_(self, log_probs: Tensor, part: slice, scale: Tensor | float) -> Tensor:
-        """Return the gradient of a chunk's losses with respect to its logits, times `scale`; it overwrites `log_probs`."""
+        """Return `scale` times the gradient of a chunk's losses for its logits, in the memory of `log_probs`."""
         target, own, smooth, _ = self._terms(part)
         own, smooth = own * scale, smooth * scale if smooth is not None else None
         gradient = log_probs.exp_().mul_(own if smooth is None else own + smooth * self.weights_sum)
@@ -310,7 +310,7 @@ class Rows:
 
 
 def values_in(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a weight in the dtype of products; a packed weight is decoded in this dtype at once."""
+    """Return a weight in `dtype`, that of the products; a packed weight is decoded directly into it."""
     packed = weight_of(weight) if isinstance(weight, PackedParameter) else None
     return weight.to(dtype) if packed is None else packed.decode(dtype)
 
@@ -351,7 +351,7 @@ class Linear:
 
     @property
     def all_gradients(self) -> tuple[Tensor | None, ...]:
-        """The gradients of hidden states, weight, bias, and of the adapter's input and weight; None for those not required."""
+        """The gradients of hidden states, weight, bias, and the adapter's input and weight; None if not required."""
         return *self.gradients, *(self.adapter.gradients[:2] if self.adapter is not None else (None, None))
 
     def logits(self, part: slice, *, tracks: bool) -> tuple[Tensor, Tensor]:
@@ -373,7 +373,7 @@ class Linear:
             return logits.requires_grad_(tracks), self._transform(logits)
 
     def add_gradients(self, part: slice, logits: tuple[Tensor, Tensor], gradient: Tensor) -> None:
-        """Add what the gradient of a chunk's logits contributes to the layer's gradients."""
+        """Add a chunk's contribution to the layer's gradients; `gradient` is that of the chunk's logits."""
         before, after = logits
         gradient = gradient.to(after.dtype)
         if isinstance(self._transform, Elementwise):
@@ -467,12 +467,12 @@ def run_chunks(linear: Linear, problem: Problem, scale: Tensor | float | None) -
             del log_probs
         if scale is not None:
             linear.add_gradients(part, logits, values)
-        del logits, values  # before the next chunk's logits
+        del logits, values  # to free them before the next chunk's logits are computed
     return torch.cat(losses) if losses else problem.target.new_zeros(0, dtype=dtype), rows.total
 
 
 def reduced_loss(linear: Linear, problem: Problem, *, has_gradients: bool) -> tuple[Tensor, Tensor]:
-    """Return the sum or mean of all losses, and the factor by which the gradients in `linear` must still be multiplied."""
+    """Return the sum or mean of all losses, and the factor that the gradients in `linear` must still get."""
     scale = scale_of_rows(problem, len(problem.target)) if has_gradients else None
     losses, total = run_chunks(linear, problem, scale)
     divisor = total if problem.options.reduction == "mean" else torch.ones_like(total)
@@ -490,7 +490,7 @@ def accumulation_dtype(dtype: torch.dtype | None) -> torch.dtype:
 
 
 def scale_of_rows(problem: Problem, num_rows: int) -> float:
-    """Return the factor by which gradients are scaled between forward and backward: 1, or less in float16 to avoid overflow."""
+    """Return the scale of gradients between forward and backward: 1, or less in float16 to avoid overflow."""
     if problem.settings.dtype is not torch.float16 or num_rows <= FLOAT16_SUM:
         return 1.0
     return 2.0 ** -ceil(log2(num_rows / FLOAT16_SUM))

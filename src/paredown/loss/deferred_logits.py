@@ -1,4 +1,4 @@
-"""Logits that are not computed until something reads them: cross entropy reads them in chunks, so that all of them never exist.
+"""`DeferredLogits` are computed only if something reads them; cross entropy computes them chunk by chunk.
 
 In training, the output head of a language model (loss/output_head.py) returns `DeferredLogits`, which hold the hidden states:
 
@@ -16,7 +16,7 @@ All logits are computed at most once, under the autocast settings of the head's 
 writes into them, registers a hook on them, or returns something that shares their memory (`.data`, `.detach()`, a view) makes them
 ordinary logits for all later functions.
 
-The operands of the head are held as they were at its call (loss/held_linear.py). Errors: logits that are first read after an operand has
+The operands of the head are kept as they were at its call (loss/held_linear.py). Errors: logits that are first read after an operand has
 changed, which cannot be computed any more; and requests of the logits' gradient after a loss in chunks, which has none.
 """
 
@@ -58,7 +58,7 @@ from paredown.loss.recorded_calls import (
 from paredown.optim.packed_parameter import KINDS, OTHERS, SIZES, WRITES
 
 ABOUT = frozenset((*SIZES, *KINDS, *OTHERS, "__hash__", "requires_grad_"))  # functions that need no values
-NEED_VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag", "data", "grad"))  # attributes that do
+NEED_VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag", "data", "grad"))  # attributes that need values
 SUMS = frozenset(("add", "__add__", "__radd__"))
 HOOKS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
 NUMBERS = (float, bool, str, type(None))  # results that share no memory
@@ -70,15 +70,15 @@ NO_GRADIENT = (
 
 @dataclass(eq=False)
 class HeadUse:
-    """Counts of the logits of the output head at `path`: how many were deferred, used by a loss in chunks, or computed in full.
+    """Counts of how often the logits of the head at `path` were deferred, used by a loss in chunks, or all computed.
 
     `num_deferred`: times that they were deferred. `num_losses`: losses in chunks (those inside of compiled graphs count once).
     `num_graphs`: compiled graphs that have the head. `requests`: the functions that needed all logits.
     """
 
     path: str
-    device: str | None = None  # type of the device of the loss, where that is not the device of the tensors (traces)
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # of losses in chunks: traces record their memory
+    device: str | None = None  # type of the device that a trace is for, which fake tensors do not have
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # of losses in chunks: in it traces record memory
     num_deferred: int = 0
     num_losses: int = 0
     num_graphs: int = 0
@@ -87,7 +87,7 @@ class HeadUse:
 
 
 class LogitsFamily:
-    """One output of the output head, with all deferred tensors that were made from it."""
+    """The logits of one call of the output head, shared by all deferred tensors that functions made from them."""
 
     def __init__(self, use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) -> None:
         self.use, self.linear = use, linear
@@ -96,12 +96,12 @@ class LogitsFamily:
         mixed = any(operand is not dtype for operand in linear.dtypes)
         self.is_autocast = torch.is_autocast_enabled(self.device) if dtype is None else mixed
         self.is_real = False  # whether all functions use real logits from now on
-        self.has_loss = False  # in chunks
+        self.has_loss = False  # whether a loss in chunks was computed
         self.members: list[weakref.ref[DeferredLogits]] = []
         self._logits: Tensor | None = None
 
     def logits(self) -> Tensor:
-        """Return all logits of this call of the head, computed once."""
+        """Return all logits of this call of the head, which the first call of this method computes."""
         if self._logits is None:
             linear = self.checked()
             with torch.inference_mode(False), torch.enable_grad(), self.autocast():
@@ -114,7 +114,7 @@ class LogitsFamily:
         return self.linear
 
     def autocast(self) -> Any:
-        """Return the autocast settings under which the head was called."""
+        """Return a context with the autocast settings under which the head was called."""
         return torch.autocast(self.device, dtype=self.dtype if self.is_autocast else None, enabled=self.is_autocast)
 
     def make_real(self) -> None:
@@ -132,11 +132,11 @@ class DeferredLogits(Tensor):
     is_deferred = True
     family: LogitsFamily
     rows: Tensor  # hidden states, of the shape of the logits but for the last dimension
-    calls: tuple[RecordedCall, ...]  # elementwise ones, in order
+    calls: tuple[RecordedCall, ...]  # elementwise calls so far, in order
     form: Layout
-    parent: DeferredLogits | None  # with the call that made this from it
+    parent: DeferredLogits | None  # the logits from which `call` made these
     call: RecordedCall | None
-    adapter: tuple[Tensor, DeferredLogits] | None  # scaled rows of the logits that are added, and those
+    adapter: tuple[Tensor, DeferredLogits] | None  # an adapter's scaled hidden states, and its logits, which are added
     is_class_first: bool  # whether the classes are dimension 1, as cross entropy takes more than two dimensions
     _logits: Tensor | None
 
@@ -153,7 +153,7 @@ class DeferredLogits(Tensor):
         return made
 
     def logits(self) -> Tensor:
-        """Return the computed logits, computed once."""
+        """Return the values of these logits; the first call computes them."""
         if self._logits is None:
             if self.parent is None or self.call is None:
                 self._logits = self.family.logits()
@@ -225,7 +225,7 @@ def deferred_in(arguments: Any) -> list[DeferredLogits]:
 
 
 def current(arguments: Any) -> Any:
-    """Return `arguments` in which deferred logits are replaced by computed ones where these exist already."""
+    """Return `arguments` with real logits in place of those deferred logits that are no longer deferred."""
     is_current = lambda leaf: isinstance(leaf, DeferredLogits) and leaf.family.is_real  # noqa: E731
     return tree_map(lambda leaf: leaf.logits() if is_current(leaf) else leaf, arguments)
 
@@ -276,9 +276,9 @@ def is_write(func: Any, name: str, args: Any, kwargs: Any) -> bool:
 
 
 def without_aliases(result: Any, arguments: Any) -> Any:
-    """Return the result of a function of computed logits; if it may share their memory, stop deferring.
+    """Return `result`, which a function of computed logits returned; if it may share their memory, stop deferring them.
 
-    If the result may share their memory, later writes could change them, so the real logits are used from then on.
+    Later writes to such a result could change the logits, so all later functions get the real logits.
     """
     members = deferred_in(arguments)
     storages = {member.logits().untyped_storage()._cdata for member in members}
@@ -296,7 +296,7 @@ def without_aliases(result: Any, arguments: Any) -> Any:
 
 
 def record(logits: DeferredLogits, call: RecordedCall) -> DeferredLogits | None:
-    """Return deferred logits for the result of `call` on `logits`; None if that call must be computed."""
+    """Return deferred logits for the result of `call` on `logits`; None if that call needs the values."""
     if logits.is_class_first or any(isinstance(leaf, Tensor) for leaf in tree_leaves((call.args, call.kwargs))):
         return None
     if call.name in SWAPS:
@@ -316,7 +316,7 @@ def record(logits: DeferredLogits, call: RecordedCall) -> DeferredLogits | None:
 
 
 def sum_of(terms: Sequence[Any]) -> DeferredLogits | None:
-    """Return the sum of two deferred logits, those of a head and of its adapter, as one deferred tensor; None for other terms."""
+    """Return the sum of a head's and its adapter's deferred logits as one deferred tensor; None for other terms."""
     logits, other = terms[0], terms[-1]
     if len(terms) != 2 or not isinstance(other, DeferredLogits) or other.form.size != logits.form.size or other.family.is_real:
         return None
@@ -391,14 +391,14 @@ def defer(use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) ->
 
 
 class Recorded(torch.autograd.Function):
-    """The autograd function of deferred logits: of the head, a recorded call or a sum.
+    """The autograd function that makes deferred logits: the output of the head, or the result of a recorded function.
 
-    It gives them their grad_fn, for functions that autograd records without `__torch_function__`.
+    It gives them a grad_fn, for functions that autograd records without `__torch_function__`.
     """
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Tensor], gradients: Callable[..., Sequence[Tensor | None]], *inputs: Any) -> Tensor:
-        """Return the deferred tensor that `make` makes of `inputs`, whose gradients `gradients` returns."""
+        """Return the deferred tensor that `make` returns; `gradients` computes the gradients of `inputs`."""
         ctx.gradients = gradients
         return make()
 

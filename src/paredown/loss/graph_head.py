@@ -1,6 +1,6 @@
-"""The output head in a graph of torch.compile: its cross entropy becomes one operator, and logits that leave the graph become deferred.
+"""`rewrite_head` puts a cross entropy in chunks into a graph of torch.compile, and defers logits that leave it.
 
-`rewrite_head` edits the graph that Dynamo makes, before autograd is traced. It follows the result of the head's linear layer through the
+It edits the graph that Dynamo makes, before autograd is traced. It follows the result of the head's linear layer through the
 functions that deferred logits record (loss/deferred_logits.py):
 
     linear -> float -> view -> cross_entropy      becomes   view of hidden states -> paredown::chunked_loss
@@ -39,7 +39,7 @@ IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", 
 
 @dataclass(frozen=True)
 class Followed:
-    """Logits at a node of a graph, followed from the head on, with their hidden states and the calls since.
+    """Logits at a node of a graph, with their hidden states and the functions applied to them since the output head.
 
     `rows`: their hidden states, of the same shape but for the last dimension. `calls`: elementwise functions so far; `path`: the nodes
     from the head on; `is_class_first`: the classes are dimension 1.
@@ -96,7 +96,7 @@ class DeferredOutputs:
 def rewrite_head(gm: fx.GraphModule, inputs: Sequence[Any], module: nn.Linear, use: HeadUse) -> DeferredOutputs | None:
     """Rewrite a graph of Dynamo so that the loss of `module`'s logits is computed in chunks.
 
-    `inputs`: the examples of its placeholders. Returns an object that restores the graph's original outputs at each call; None if the
+    `inputs`: examples of the graph's inputs. Returns an object that restores the graph's original outputs at each call; None if the
     graph does not have the module, or is left unmodified.
     """
     examples = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False))
@@ -110,7 +110,7 @@ def rewrite_head(gm: fx.GraphModule, inputs: Sequence[Any], module: nn.Linear, u
 
 
 def is_head(node: fx.Node, examples: dict[fx.Node, Any], module: nn.Linear) -> bool:
-    """Return whether a node of a graph is the linear function of `module`, with gradients."""
+    """Return whether a node of a graph calls the linear function of `module` in training mode, with gradients."""
     if node.op != "call_function" or node.target not in LINEARS or node.kwargs or not isinstance(node.args[1], fx.Node):
         return False
     value = node.meta.get("example_value")
@@ -118,7 +118,7 @@ def is_head(node: fx.Node, examples: dict[fx.Node, Any], module: nn.Linear) -> b
 
 
 class HeadGraph:
-    """A graph with one call of the output head, and its rewriting."""
+    """The rewriting of a graph for one call of the output head: follow its logits, then replace losses and outputs."""
 
     def __init__(self, gm: fx.GraphModule, linear: fx.Node, use: HeadUse, places: dict[fx.Node, int]) -> None:
         self.graph, self.linear, self.use, self.places = gm.graph, linear, use, places
@@ -160,7 +160,7 @@ class HeadGraph:
     def _writers(self, later: list[fx.Node]) -> list[str]:
         """Return the names of in-place functions after the head that write to a tensor which the head read.
 
-        The loss in chunks is computed later than the head, and would read what they wrote.
+        The loss in chunks is computed later than the head was, and would read the new values.
         """
         read = {storage_of(t.meta["example_value"]) for t in (self.hidden, self.weight, self.bias) if t is not None}
         tensors = [(node, [i.meta.get("example_value") for i in node.all_input_nodes]) for node in later if is_in_place(node)]
@@ -201,7 +201,7 @@ class HeadGraph:
         self.returned.append((logits, output))
 
     def _followed(self, logits: Followed, user: fx.Node, name: str) -> Followed | None:
-        """Return the deferred logits after the function `name` (node `user`); None if the function cannot be deferred."""
+        """Return the deferred logits after function `name` (node `user`); None if it cannot be deferred."""
         value = user.meta.get("example_value")
         if not isinstance(value, Tensor) or logits.is_class_first or value.device != logits.value.device:
             return None

@@ -1,4 +1,4 @@
-"""`HeldLinear`: the operands of one call of F.linear, held so that it can be computed later as it would have been computed then.
+"""`HeldLinear` keeps the operands of one call of F.linear, so that its output can be computed later, unchanged.
 
     the graph       an alias of each operand, made at the call: later freezing, `detach_()` and replacing of parameters change nothing
     the values      `check` raises where they are no longer those of the call: by version numbers, by the memory that a tensor has, and on a
@@ -27,11 +27,11 @@ CHANGED = (
     "the logits of {path} were not computed, because the loss reads them in chunks, and {what} changed since: they cannot be computed any "
     "more. Read them before optimizer.step(), or call paredown.apply(plan, model, chunked_loss=False)."
 )
-PRINTED_VALUES = 2**20  # of a matrix, multiplied at a time
+PRINTED_VALUES = 2**20  # values of a matrix that are multiplied at a time
 
 
 class HeldLinear:
-    """The input, weight and bias of one call of F.linear, held so that its output can be computed later."""
+    """The input, weight and bias of one call of F.linear, kept so that the call's output can be computed later."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self._hidden, self._weight = HeldTensor(hidden, "the input of the layer"), HeldTensor(weight, "its weight")
@@ -47,24 +47,24 @@ class HeldLinear:
                 raise RuntimeError(CHANGED.format(path=path, what=held.name))
 
     def forward(self) -> Tensor:
-        """Return the output of the held call, computed now."""
+        """Compute and return the output of the call of F.linear now."""
         return functional.linear(self.hidden, *self.operands())
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of the held call, packed if they are packed, with gradients."""
+        """Return weight and bias of the call of F.linear, still packed if they are; gradients flow to both."""
         return self._weight.operand(), self._bias.operand() if self._bias is not None else None
 
     def values(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of the held call, decoded if they are packed, with gradients."""
+        """Return weight and bias of the call of F.linear, decoded if they are packed; gradients flow to both."""
         return self._weight.values(), self._bias.values() if self._bias is not None else None
 
 
 class HeldTensor:
-    """An operand of a held call, with a view that keeps its memory and its autograd graph as they were."""
+    """An operand of a call of F.linear, and a view that keeps the memory and autograd graph that it had at the call."""
 
     def __init__(self, given: Tensor, name: str) -> None:
         self.given, self.name = given, name
-        self._packed = weight_of(given)  # in the forward of its module, a packed parameter has the class of others
+        self._packed = weight_of(given)  # in the forward of its module, a packed parameter has the class nn.Parameter
         self._needs_grad, self._version = given.requires_grad, version_of(given)
         self._print = fingerprint(given) if self._packed is None else None
         with torch.enable_grad():
@@ -82,7 +82,7 @@ class HeldTensor:
             and has_storage(self.given)
             and self.given.untyped_storage()._cdata != self.alias.untyped_storage()._cdata
         ):
-            return True  # of p.data = other, and model.half()
+            return True  # after p.data = other, or model.half()
         now = fingerprint(self.alias) if self._print is not None else None
         return now is not None and self._print is not None and not torch.equal(now, self._print)
 
@@ -124,7 +124,7 @@ def version_of(tensor: Tensor) -> Any:
 
 
 def fingerprint(tensor: Tensor) -> Tensor | None:
-    """Return one number per row of a matrix, by which changes of the row are noticed; None if values cannot be read now.
+    """Return one number per row of a matrix, by which changes are noticed; None if values cannot be read now.
 
     >>> weight = nn.Parameter(torch.eye(3))
     >>> before = fingerprint(weight)

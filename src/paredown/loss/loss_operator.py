@@ -1,4 +1,4 @@
-"""`paredown::chunked_loss`: an output head and its cross entropy as one operator of torch, which compiled graphs call.
+"""`paredown::chunked_loss` is an operator of torch for compiled graphs: an output head and its cross entropy together.
 
 It computes what `chunked_cross_entropy` computes, with the same chunks. Its results are new tensors: the loss, the factor of the gradients,
 and the gradients of hidden states, weight and bias, which backward multiplies by the factor and by the incoming gradient: operations that
@@ -45,7 +45,7 @@ TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? cl
 class OperatorSettings:
     """The settings of a loss in chunks that are passed to an operator of torch as one text.
 
-    `dtype`: of matrix products. `device`: its type. `needs`: whether hidden, weight and bias need gradients.
+    `dtype`: of matrix products. `device`: a type such as "cuda". `needs`: whether hidden, weight and bias need gradients.
     """
 
     dtype: str
@@ -64,7 +64,7 @@ class OperatorSettings:
     @staticmethod
     @lru_cache(maxsize=64)
     def parse(text: str) -> OperatorSettings:
-        """Return the settings whose `text` this is."""
+        """Return the settings from which the property `text` made this text."""
         fields = json.loads(text)
         fields["needs"], fields["calls"] = tuple(fields["needs"]), tuple((name, value) for name, value in fields["calls"])
         return OperatorSettings(**fields)
@@ -75,7 +75,7 @@ class OperatorSettings:
         return getattr(torch, self.dtype)
 
     def problem(self, target: Tensor, class_weights: Tensor | None, num_classes: int) -> Problem:
-        """Return the arguments of the loss other than tensors with gradients, for a target of shape (num_rows,)."""
+        """Return the target (num_rows,), options and settings of the loss, which need no gradient, as a `Problem`."""
         options = CrossEntropy(class_weights, self.ignore_index, self.reduction, self.label_smoothing)
         num_rows = rows_of_chunk(num_classes, self.product_dtype, self.device)
         transform = Elementwise(self.calls) if self.calls else None

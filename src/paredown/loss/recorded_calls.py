@@ -1,4 +1,4 @@
-"""Function calls that deferred logits record: which ones, the layout of their results, and elementwise ones as a transform of chunks.
+"""`RecordedCall` is a function call on deferred logits that is made later, on chunks of them.
 
 A call can be recorded if cross entropy can read its result from the hidden states: the last dimension, that of the classes, stays whole or
 becomes dimension 1, and values change by casts, scales and tanh alone.
@@ -46,13 +46,13 @@ class Layout:
     dtype: torch.dtype
 
     def after(self, call: RecordedCall) -> Layout:
-        """Return the size, strides and dtype of the result of `call`; torch raises its own error if the call is not possible."""
+        """Return the layout (size, strides, dtype) after `call`; torch raises its own error if it is impossible."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             result = call(torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta"))
             return Layout(tuple(result.size()), result.stride(), result.dtype)
 
     def class_first(self) -> Layout | None:
-        """Return the layout with the last dimension moved to dimension 1; None if there are fewer than three dimensions."""
+        """Return the layout with the last dimension moved to dimension 1; None for fewer than three dimensions."""
         if len(self.size) < 3:
             return None
         size, stride = ((values[0], values[-1], *values[1:-1]) for values in (self.size, self.stride))
@@ -106,7 +106,7 @@ def keeps_last(index: Any, num_dims: int) -> bool:
 
 
 def transform_of(calls: tuple[RecordedCall, ...], dtype: torch.dtype) -> Elementwise | None:
-    """Return recorded elementwise calls as one transform of logits; None if only casts that the loss makes itself are left.
+    """Return recorded elementwise calls as a transform of logits; None if only casts that the loss makes remain.
 
     `dtype`: that of the logits before the calls.
     """

@@ -42,7 +42,7 @@ from paredown.models.resnet import conv1x1, conv3x3, shortcut
 
 @final
 class MLP(nn.Module):
-    """A network of linear layers, from each of `sizes` to the next, with ReLU between them.
+    """A network of linear layers with ReLU between them; `sizes`: of the input, the hidden layers and the output.
 
     >>> [tuple(p.shape) for p in MLP(sizes=(4, 8, 2)).parameters()]
     [(8, 4), (8,), (2, 8), (2,)]
@@ -97,7 +97,7 @@ class ConvNeXtLayer(nn.Module):
 
 @final
 class ConvNeXt(nn.Module):
-    """A ConvNeXt: groups of layers with a downsampling before each, then the mean over pixels, a norm and a linear head."""
+    """A ConvNeXt: groups of layers with a downsampling before each, then a mean over pixels, a norm and a head."""
 
     def __init__(
         self, *, depths: Sequence[int] = (3, 3, 9, 3), dims: Sequence[int] = (96, 192, 384, 768), num_classes: int = 1000
@@ -123,7 +123,7 @@ class ConvNeXt(nn.Module):
 
 
 def double_conv(num_in: int, num_out: int) -> nn.Sequential:
-    """Return a sequence of twice a 3 x 3 convolution, batch norm and ReLU."""
+    """Return a sequence of two 3 x 3 convolutions, each with a batch norm and a ReLU behind it."""
     return nn.Sequential(
         *(nn.Conv2d(num_in, num_out, 3, padding=1, bias=False), nn.BatchNorm2d(num_out), nn.ReLU(inplace=True)),
         *(nn.Conv2d(num_out, num_out, 3, padding=1, bias=False), nn.BatchNorm2d(num_out), nn.ReLU(inplace=True)),
@@ -132,7 +132,7 @@ def double_conv(num_in: int, num_out: int) -> nn.Sequential:
 
 @final
 class Up(nn.Module):
-    """A level of a U-Net's decoder: doubles height and width, concatenates the encoder's output of that level, and convolves both."""
+    """A level of a U-Net's decoder: it doubles height and width, appends the encoder's output, and convolves both."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (num_pictures, num_classes, height, width) of pictures (num_pictures, num_channels, height, width)."""
+        """Return logits (num, num_classes, height, width) of pictures (num, num_channels, height, width)."""
         levels: list[Tensor] = []
         for down in self.down:
             levels.append(down(x))
@@ -173,7 +173,7 @@ class UNet(nn.Module):
 
 
 def scaled(channels: int, width: float, unit: int = 2) -> int:
-    """Return a number of channels times `width`, rounded up to a multiple of `unit`.
+    """Return `channels` times `width`, rounded up to a multiple of `unit`.
 
     >>> scaled(96, 1.0), scaled(16, 0.1), scaled(116, 0.25)
     (96, 2, 30)
@@ -188,7 +188,7 @@ def conv_norm(num_in: int, num_out: int, size: int, *rest: nn.Module) -> nn.Sequ
 
 @final
 class Fire(nn.Module):
-    """A SqueezeNet layer: a 1 x 1 convolution to `squeezed` channels, then 1 x 1 and 3 x 3 convolutions to half of the outputs each."""
+    """A SqueezeNet layer: a 1 x 1 convolution to few channels, then a 1 x 1 and a 3 x 3 one with joined outputs."""
 
     def __init__(self, num_in: int, num_out: int, squeezed: int) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ GROUPS = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3,
 
 @final
 class Inverted(nn.Module):
-    """An inverted residual layer of 1 x 1, depthwise and 1 x 1 convolutions: the first adds channels, the last removes them."""
+    """A residual layer of MobileNet-v2: a 1 x 1 convolution to more channels, a depthwise one, and a 1 x 1 to fewer."""
 
     def __init__(self, num_in: int, num_out: int, expansion: int, stride: int) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ class Inverted(nn.Module):
         self.downsample = shortcut(num_in, num_out, 1) if self.has_sum else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor (num, num_out, ...) from x of shape (num, num_in, ...), height and width divided by the stride."""
+        """Return a tensor (num, num_out, ...) from x, (num, num_in, ...), height and width divided by the stride."""
         out = self.way(x)
         return out + (x if self.downsample is None else self.downsample(x)) if self.has_sum else out
 

@@ -1,4 +1,4 @@
-"""The optimizer driver: a torch.optim.Optimizer for any update rule, with parameters, moments and gradients stored in low-bit formats.
+"""`Optimizer` is a torch.optim.Optimizer for any update rule, which stores its tensors in low-bit formats.
 
     backward   a hook processes each complete gradient and frees it (gradient_hooks.py)
     step       one launch for all parameters with the same layout: decode, rule, encode (batched_update.py)
@@ -70,7 +70,7 @@ GRADIENT_ID = 3  # offset of the tensor id for the random bits of an accumulator
 
 
 def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | GradientCopy | GradientMean | Releaser | None:
-    """Return the hook that processes a parameter's gradient as soon as backward has computed it; None if `step()` reads p.grad instead."""
+    """Return the hook that processes a parameter's gradient inside backward; None if `step()` reads p.grad instead."""
     parameter = entry.parameter
     if optimizer.memory.release:
         return _releaser(optimizer, entry)
@@ -83,7 +83,7 @@ def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | Gradie
 
 
 def is_averaged_later(parameter: Tensor) -> bool:
-    """Return whether processes average this parameter's gradient after its hook has run, as under DistributedDataParallel."""
+    """Return whether processes average this gradient after its hook has run, as DistributedDataParallel does."""
     is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return is_distributed and not isinstance(parameter, DTensor)
 
@@ -111,7 +111,7 @@ def _releaser(optimizer: Optimizer, entry: ParameterState) -> Releaser:
 
 
 def _weakly(function: Callable[..., Any], optimizer: Optimizer, entry: ParameterState) -> Callable[..., Any]:
-    """Return a function that calls `function(optimizer, entry, ...)` while both are alive, and does not keep them alive."""
+    """Return a function that calls `function(optimizer, entry, ...)` while both live, and keeps neither alive."""
     optimizer_ref, entry_ref = weakref.ref(optimizer), weakref.ref(entry)
 
     def call(*args: Any) -> Any:
@@ -132,7 +132,7 @@ NOT_PACKED = ("amsgrad", "differentiable", "capturable")  # options of torch.opt
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """The arguments of an optimizer that torch.optim's do not have: formats, roundings, release and microbatches."""
+    """The arguments of an optimizer that torch.optim does not have: formats, roundings, release and microbatches."""
 
     tier: str | None = None
     weight: Any = FROM_TIER
@@ -159,7 +159,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
     """
 
     rule_name: str
-    # for parameters no part of which is packed; None: there is none
+    # makes the torch.optim optimizer for parameters of which nothing is packed; None: torch has none for this rule
     torch_class: Callable[[list[dict[str, Any]]], Any] | None
 
     def __init__(self, params: Any, defaults: dict[str, Any], memory: MemoryOptions) -> None:
@@ -178,8 +178,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._entries: list[ParameterState] = []
         self._by_id: dict[int, ParameterState] = {}
         self._counts = UpdateCounters()
-        self._torch: Any = None  # what `torch_class` made
-        self._full: list[ParameterState] | None = None  # the entries that it updates
+        self._torch: Any = None  # the optimizer that `torch_class` made
+        self._full: list[ParameterState] | None = None  # the parameters that `_torch` updates
         self._batches = StepBatches(self)
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove_all, self._hooks)  # after the optimizer is deleted, gradients are ordinary tensors
@@ -202,14 +202,14 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return self.rule
 
     def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
-        """Return what `numbers` returns for a parameter group at `step`, in the order of the rule's `hyper_names`."""
+        """Return the hyperparameters of a group at `step` as a tuple in the order of the rule's `hyper_names`."""
         numbers = self.numbers(group, step, factor)
         return tuple(numbers[name] for name in self.rule_for(group).hyper_names)
 
     # --- groups -----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as in torch.optim; it may have its own tier (a named set of formats), formats and roundings."""
+        """Add a parameter group, as torch.optim does; it may have its own tier (set of formats) and roundings."""
         super().add_param_group(param_group)
         group, index, num_before = self.param_groups[-1], len(self.param_groups) - 1, len(self._entries)
         try:
@@ -270,15 +270,15 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return bool(self.updates or self._num_accumulated or any(entry.step for entry in self._entries) or any(self.state.values()))
 
     def check_request(self, parameter: Tensor, request: RequestedFormats) -> None:
-        """Raise OptimError if this optimizer cannot store `parameter`, its gradient and its state in the requested formats."""
+        """Raise OptimError if this optimizer cannot store a parameter, gradient and state in the requested formats."""
         entry = self._by_id[id(parameter)]
         choices = choose(parameter, self.param_groups[entry.group], request, entry.name)
-        packed_format = None if choices.is_small else request.choices[Role.WEIGHT][0]  # the session will pack it in this
+        packed_format = None if choices.is_small else request.choices[Role.WEIGHT][0]  # the format that the session will pack it in
         check_weight(parameter, choices, packed_format, request)
         self._check_options(entry.group, choices)
 
     def follow_requests(self) -> None:
-        """Store gradients and state in the formats of a session's plan from now on, as if the optimizer had been made after `apply`."""
+        """From now on use the formats of a plan that was applied after this optimizer was made."""
         for entry in self._entries:
             p = entry.parameter
             choices = choose(p, self.param_groups[entry.group], request_of(p), entry.name)
@@ -333,7 +333,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def _finish_sums(self) -> None:
-        """Mark the sums of gradients over microbatches as used, so that the next gradient of each parameter starts a new sum."""
+        """Mark the sums over microbatches as used, so that the next gradient of each parameter starts a new sum."""
         self._num_accumulated, self._is_unscaled = 0, False
         if self.microbatches > 1:
             for entry in self._entries:
@@ -374,7 +374,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         with torch.no_grad():
             check_gradient(entry, grad)
             entry.weight = weight_of(entry.parameter)
-            if entry.weight is not None and entry.weight.address:  # plain at the moment: it may have been written to
+            if entry.weight is not None and entry.weight.address:  # decoded at the moment: other code may have written to it
                 entry.weight.gather()
                 entry.weight = weight_of(entry.parameter)
             memory = (rule.name, entry.weight.packed if entry.weight is not None else plain.data_ptr())
@@ -395,7 +395,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         entry.updated = True
 
     def _step_torch(self) -> None:
-        """Update the parameters of which nothing is packed by torch.optim, with this optimizer's state and hyperparameters."""
+        """Let torch.optim update parameters of which nothing is packed, with this optimizer's hyperparameters."""
         if self._full is None:
             self._full = [entry for entry in self._entries if self.is_torchs(entry)]
         full = self._full
@@ -418,7 +418,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return {name: value for name, value in self.param_groups[index].items() if name not in ours}
 
     def is_torchs(self, entry: ParameterState) -> bool:
-        """Return whether torch.optim updates this parameter, which is the case if its weight, moments and gradient are not packed."""
+        """Return whether torch.optim updates this parameter, since its weight, moments and gradient are not packed."""
         return self._is_full(entry.choices)
 
     def _is_full(self, choices: SlotFormats) -> bool:
@@ -427,7 +427,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
     # --- inspection -------------------------------------------------------------------------------------------------------
 
     def diagnostics(self, *, reset: bool = False) -> Diagnostics:
-        """Return how much of the updates of each packed parameter took effect, since the start or the last reset."""
+        """Return what share of each packed parameter's updates took effect, since the start or the last reset."""
         return self._counts.diagnostics(self._entries, reset=reset)
 
     @property
@@ -442,12 +442,12 @@ class Optimizer(torch.optim.Optimizer, ABC):
     # --- checkpoints ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dict of the packed state and the codes of packed parameters; a training that loads it continues with the same bits."""
+        """Return packed state and codes of parameters; a training that loads them continues with the same bits."""
         self._batches.settle()
         return checkpoint.state_dict(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict()`, or the state of a torch.optim or bitsandbytes optimizer, which is then packed."""
+        """Load the result of `state_dict()`, or pack and load state of a torch.optim or bitsandbytes optimizer."""
         self._batches.clear()
         checkpoint.load_state_dict(self, state_dict, super().load_state_dict)
         self._torch = None
@@ -483,7 +483,7 @@ def check_weight(parameter: Tensor, choices: SlotFormats, packed_format: Format 
             f"with weight='{format}', or leave weight= and tier= to the plan."
         )
     if request is not None and request.choices[Role.WEIGHT][0] == format:
-        return  # packed by the session, or left plain for a reason that session.changes reports
+        return  # packed by the session, or left unpacked for a reason that session.changes reports
     if packed_format is None and not (str(format) == "bf16" and dtype is torch.bfloat16):
         raise OptimError(
             f"weight='{format}' for {choices.name} ({str(dtype).removeprefix('torch.')}) needs the model, not its parameters alone: call "

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from paredown.optim.parameter_state import ParameterState
 
 NUM_COUNTERS = 5
-DRAIN_EVERY = 64  # updates; int32 counters of a tensor of 2^31 values, a 16th of which is counted, hold 16
+DRAIN_EVERY = 64  # updates; int32 counters of a tensor of 2^31 values, a 16th of which is counted, can count 16 updates
 CHECK_EVERY = 512
-FEW_FLIPS = 1e-5  # a step: fewer than one move of a value in 100,000 steps
+FEW_FLIPS = 1e-5  # per step: less than one move of a value in 100,000 steps
 MOSTLY_DEAD = 0.9
 MIN_CHANGES = 1000  # fewer values are not significant
 
@@ -68,8 +68,8 @@ class UpdateCounters:
     def __init__(self) -> None:
         self._counters: dict[torch.device, list[Tensor]] = {}
         self._sums: dict[torch.device, Tensor] = {}
-        self._places: list[tuple[torch.device, int]] = []  # of each entry
-        self._copy: tuple[dict[torch.device, Tensor], Any] | None = None  # being copied to the host, and the event of its end
+        self._places: list[tuple[torch.device, int]] = []  # device and index of each parameter's counters
+        self._copy: tuple[dict[torch.device, Tensor], Any] | None = None  # sums on their way to the host, and the event after them
         self._warned: set[tuple[str, str]] = set()
 
     def add(self, device: torch.device) -> Tensor:
@@ -87,7 +87,7 @@ class UpdateCounters:
         del self._places[count:]
 
     def after(self, updates: int, entries: Sequence[ParameterState]) -> None:
-        """Follow update number `updates`: every 64 updates add the counters to the sums, every 512 check whether to warn."""
+        """Add the counters to their sums after every 64th update, and check for warnings after every 512th."""
         if updates % DRAIN_EVERY == 0:
             self.drain()
         if self._copy is not None and (self._copy[1] is None or self._copy[1].query()):

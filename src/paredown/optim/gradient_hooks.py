@@ -1,4 +1,4 @@
-"""Hooks that process each gradient as soon as backward has completed it, so that the plain tensor is freed inside backward.
+"""These hooks process each gradient as soon as backward has completed it, so that its memory is freed inside backward.
 
     Accumulator    gradient --fold--> packed accumulator; p.grad is a PackedGradient that shows it; later backward passes add to it
     GradientMean   gradient * 1 / microbatches; p.grad is an ordinary tensor
@@ -6,8 +6,8 @@
     Releaser       gradient --update--> parameter, immediately; p.grad is a ReleasedGradient, which has a shape and no values
 
 The first gradient after p.grad = None starts the sum, as in torch. A gradient that user code assigned is encoded at the next backward or
-step. Under backward(create_graph=True) gradients have a graph, which codes cannot have: they stay plain until the step.
-Plain gradients are sums; the accumulator stores them multiplied by its `weight` (1 / microbatches).
+step. Under backward(create_graph=True) gradients have a graph, which codes cannot have: they stay ordinary tensors until the step.
+Gradients that are not packed are sums; the accumulator stores them multiplied by its `weight` (1 / microbatches).
 
 >>> from paredown.codec.packed import encode
 >>> from paredown.formats.rounding import Seed
@@ -95,7 +95,7 @@ class _Hook(ABC):
         return parameter.register_post_accumulate_grad_hook(self._called)
 
     def remove(self) -> None:
-        """Remove the hook from the parameter; p.grad stays as it is."""
+        """Remove the hook from the parameter; p.grad is not changed."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -123,7 +123,7 @@ class Accumulator(_Hook):
         self.gradient = gradient
 
     def collect(self) -> bool:
-        """Pack a plain p.grad, such as one that user code assigned, into the sum, and return whether the parameter has a gradient."""
+        """Pack an ordinary p.grad (user code may assign one) into the sum; return whether p.grad exists."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             parameter = self.parameter
             grad = parameter.grad
@@ -132,7 +132,7 @@ class Accumulator(_Hook):
             return grad is not None
 
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
-        if not (grad.requires_grad or self.gradient.lent(local(grad))):  # otherwise it has a graph, or autograd has added in place
+        if not (grad.requires_grad or self.gradient.lent(local(grad))):  # else it has a graph, or autograd has added in place
             self._take(parameter, grad)
 
     def _take(self, parameter: Tensor, grad: Tensor) -> None:
@@ -172,7 +172,7 @@ class GradientMean(_Hook):
 
 
 class GradientCopy(_Hook):
-    """A hook that copies the gradient of a sharded parameter, which otherwise keeps the gradients of its whole module alive."""
+    """A hook that copies a sharded parameter's gradient: as a view it would keep all gradients of the module alive."""
 
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
         rows = local(grad)
@@ -181,7 +181,7 @@ class GradientCopy(_Hook):
 
 
 def clear_factors(gradients: Iterable[PackedGradient]) -> None:
-    """Set the factors of those packed `gradients` to 1 that neither p.grad nor user code holds any more.
+    """Set to 1 the factor of each packed gradient that neither p.grad nor user code references any more.
 
     This takes two kernel launches for all of them, instead of one for each gradient in backward.
     """
@@ -207,7 +207,7 @@ class Releaser(_Hook):
         self._update, self._is_updated = update, is_updated
 
     def use(self, grad: Tensor) -> None:
-        """Update the parameter with `grad`, if this is its first gradient since the last step()."""
+        """Update the parameter with `grad`; raise OptimError if it was updated already since the last step()."""
         if grad.layout is not torch.strided:
             raise OptimError(
                 f"{self.name} has a sparse gradient, and packed state is dense. Make the embedding with sparse=False, or use"
@@ -218,7 +218,7 @@ class Releaser(_Hook):
         self._update(grad)
 
     def refuse_sum(self) -> NoReturn:
-        """Raise OptimError for a gradient that would be added to an earlier one, which the update has already consumed."""
+        """Raise OptimError for a gradient that would be added to an earlier one, which was already used."""
         raise OptimError(f"{self.name}: {SECOND if self._is_updated() else NOT_ZEROED}")
 
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:

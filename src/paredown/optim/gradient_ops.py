@@ -1,6 +1,6 @@
-"""`PackedGradient`, the tensor that p.grad shows of a packed sum, and torch functions on it: `HANDLERS` has one for each.
+"""`PackedGradient` is the p.grad of a packed sum of gradients; `HANDLERS` has a function for each torch operator on it.
 
-    add_, sub_                        fold
+    add_, sub_                        add to the packed sum
     mul_, div_, neg_, and in lists    change the factor, one number on the device; so do clip_grad_norm_ and GradScaler
     zero_, detach, copy_, norms       use the codes, or decode one gradient at a time
     anything else                     decoded; arguments that the schema marks for writing are encoded, rounded stochastically
@@ -9,7 +9,7 @@ A `PackedGradient` has the shape, dtype and device of the gradient, and codes in
 reading applies them to the decoded values, writing encodes the whole gradient.
 
 A handler returns NotImplemented for arguments that it does not cover, such as views and factors of more than one number. Lists may hold
-packed and plain gradients; each kind is processed separately.
+packed and ordinary gradients; each kind is processed separately.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -35,19 +35,19 @@ View = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]  # function, its 
 
 
 class PackedGradient(Tensor):
-    """The p.grad of a parameter with a packed accumulator: `packed` has the codes, and `factor` multiplies decoded values.
+    """The p.grad of a parameter with a packed sum of gradients: `packed` has the codes, `factor` multiplies values.
 
     `packed` is in the order of the parameter's indices. The n-th gradient that is added is rounded with the bits of `seed` at step n.
     """
 
     _lease: Lease
     _views: tuple[View, ...]
-    _dtype: torch.dtype  # before any view
+    _dtype: torch.dtype  # dtype before the functions in `_views`
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls: type[PackedGradient], packed: PackedTensor, seed: Seed, *, weight: float = 1.0) -> PackedGradient:
-        """Return a tensor of the shape, dtype and device of `packed` that shows its values; `weight` multiplies each gradient added."""
+        """Return a tensor like `packed` that shows its values; `weight` multiplies each gradient that is added."""
         return cls.over(Lease(GradientSum.over(packed, seed, weight=weight)), packed.dtype)
 
     @classmethod
@@ -56,7 +56,7 @@ class PackedGradient(Tensor):
 
     @classmethod
     def over(cls, lease: Lease, dtype: torch.dtype, views: tuple[View, ...] = (), like: Tensor | None = None) -> PackedGradient:
-        """Return a tensor that shows a packed gradient through `views`.
+        """Return a tensor that shows a packed gradient, or a view of it that the functions in `views` make.
 
         `like` has the resulting shape, strides and dtype; None: those of the gradient, in `dtype`."""
         packed = lease.total.packed
@@ -115,7 +115,7 @@ class PackedGradient(Tensor):
         self.total.store(values)
 
     def lend(self, dtype: torch.dtype) -> PackedGradient:
-        """Return a new tensor over the same codes, to be assigned to `p.grad`; the optimizer is about to overwrite the codes.
+        """Return a new tensor over the same codes for `p.grad`, before the optimizer overwrites the codes.
 
         The tensor that the previous call of `lend` returned, if still referenced, gets a copy of the codes and so keeps its values.
         """
@@ -127,7 +127,7 @@ class PackedGradient(Tensor):
         return self.over(lease, dtype)
 
     def lent(self, other: object) -> bool:
-        """Return whether `other` shows the whole of this gradient's codes; if it does, apply the bound of `clamp_min` to them."""
+        """Return whether `other` shows all of this gradient's codes; if so, apply the bound of `clamp_min` to them."""
         if not isinstance(other, PackedGradient) or other._lease.total is not self._lease.total or other._views:
             return False
         self.total.settle()
@@ -246,7 +246,7 @@ def _in_backward() -> bool:
 
 
 def _number(x: Any, dims: int) -> Any:
-    """Return a number `x` itself, a one-valued tensor as a 0-d one; None for more values, more than `dims` dimensions or packed ones."""
+    """Return a number unchanged, a tensor of one value and up to `dims` dimensions as 0-d, and None for others."""
     if isinstance(x, Tensor):
         return x.reshape(()) if x.numel() == 1 and x.dim() <= dims and not isinstance(x, PackedGradient) else None
     return x
@@ -265,9 +265,9 @@ def _add(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _add_in_graph(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the sum of two gradients that autograd computes under create_graph=True, as a plain tensor.
+    """Return the sum of two gradients that autograd computes under create_graph=True, as an ordinary tensor.
 
-    Like all plain gradients, this sum is not multiplied by `weight` yet.
+    Like all gradients that are not packed, this sum is not multiplied by `weight` yet.
     """
     gradient, other = args[0], args[1]
     if not (is_whole(gradient) and _in_backward()) or gradient.total.weight == 1.0 or isinstance(other, PackedGradient):
@@ -316,7 +316,7 @@ def _record_stream(func: Any, args: Any, kwargs: Any) -> Any:
         func(tensor, *args[1:])
 
 
-# --- lists of gradients, packed and plain -----------------------------------------------------------------------------
+# --- lists of gradients, packed or ordinary ---------------------------------------------------------------------------
 
 
 def _split(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
@@ -376,7 +376,7 @@ def _norm_each(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unscale_each(func: Any, args: Any, kwargs: Any) -> Any:
-    """Multiply a list of gradients by GradScaler's inverse scale, and set its tensor found_inf to 1 if a value is not finite."""
+    """Multiply gradients by GradScaler's inverse scale, and set its tensor found_inf to 1 if a value is not finite."""
     tensors, found_inf, inverse_scale = args
     packed, others = _split(tensors)
     if _has_views(tensors):

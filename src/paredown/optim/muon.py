@@ -1,12 +1,12 @@
-"""Muon with packed memory: matrices by momentum with an orthogonalized update, all other parameters by AdamW, in one optimizer.
+"""`Muon` updates matrices by an orthogonalized momentum and other parameters by AdamW, with low-bit state.
 
     adamw_params = embeddings_and_head(model)
     opt = Muon(model.parameters(), lr=0.02, adamw_lr=3e-4, adamw_params=adamw_params)
     opt = Muon([{"params": matrices, "lr": 0.02}, {"params": others, "rule": "adamw", "lr": 3e-4}])      the same by groups
 
-Which rule a parameter has: that of its group, "rule": "muon" or "adamw". A group without is split in two: parameters of 2 dimensions that
+A parameter has the rule of its group, "rule": "muon" or "adamw". A group without a rule is split in two: parameters of 2 dimensions that
 are not in `adamw_params` are updated by Muon, and the rest, a group of its own in `param_groups`, by AdamW. Muon is for hidden layers:
-name embeddings and the output layer in `adamw_params`, which tensors alone do not tell from other matrices.
+name embeddings and the output layer in `adamw_params`, because their shapes do not tell them from other matrices.
 
 Arguments, defaults and arithmetic of Muon are those of torch.optim.Muon, those of AdamW parameters (`adamw_...`) of torch.optim.AdamW;
 formats are those of all optimizers of `paredown.optim`. State is the momentum ("moment1") of a Muon parameter, and both moments of the
@@ -36,7 +36,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 @final
 class _TorchOptimizers:
-    """A torch.optim.Muon and a torch.optim.AdamW that take their steps together, each with some of the parameter groups."""
+    """A torch.optim.Muon and a torch.optim.AdamW that step together, each with some of the parameter groups."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         kinds = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
@@ -55,7 +55,7 @@ class _TorchOptimizers:
 
 @final
 class Muon(Optimizer):
-    """An optimizer that updates matrices by Muon and all other parameters by AdamW, and stores state in low-bit formats.
+    """An optimizer that updates matrices by Muon and all other parameters by AdamW, with state in low-bit formats.
 
     `adjust_lr_fn`: the learning rate of a matrix of shape (A, B) is lr * sqrt(max(1, A / B)) with "original" (or None), and
     0.2 * lr * sqrt(max(A, B)) with "match_rms_adamw", for which the learning rate and weight decay of AdamW are right.
@@ -100,7 +100,7 @@ class Muon(Optimizer):
             raise
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return a parameter group split by rule into one or two: "muon" for matrices, "adamw" for all other parameters."""
+        """Return a parameter group as one or two groups: "muon" with matrices, "adamw" with all other parameters."""
         rule = group.get("rule")
         if rule is not None and rule not in MUON_RULES:
             raise OptimError(f"rule {rule!r} of a group is unknown. Allowed: {', '.join(MUON_RULES)}, or none, to choose by shape.")
@@ -127,7 +127,7 @@ class Muon(Optimizer):
             group["lr"] = self._adamw_lr(group)
 
     def _adamw_lr(self, group: Mapping[str, Any]) -> Any:
-        """Return the learning rate for AdamW in a group whose `lr` is that of Muon; raise OptimError if none is given."""
+        """Return AdamW's learning rate for a group whose `lr` is that of Muon; raise OptimError if none is given."""
         if self._adamw["lr"] is not None:
             return self._adamw["lr"]
         if group.get("adjust_lr_fn", self.defaults["adjust_lr_fn"]) == "match_rms_adamw":
@@ -139,7 +139,7 @@ class Muon(Optimizer):
         )
 
     def _check_matrices(self, group: Mapping[str, Any]) -> None:
-        """Raise OptimError for parameters of a Muon group that are not matrices, or of which this process has only some rows."""
+        """Raise OptimError if a Muon group has a parameter that is no matrix, or is sharded over processes."""
         for parameter in group["params"] if group["rule"] == "muon" else ():
             name = self._by_id[id(parameter)].name
             if parameter.dim() != 2:
@@ -174,7 +174,7 @@ class Muon(Optimizer):
         return None
 
     def numbers(self, group: Mapping[str, Any], step: int, factor: float) -> dict[str, float]:
-        """Return the hyperparameters of the group's rule at `step` (from 1) by name; `factor` multiplies the gradients."""
+        """Return the hyperparameters of the group's rule at `step` (from 1); `factor` multiplies the gradients."""
         if group["rule"] == "adamw":
             return adamw_numbers(group, step, factor)
         lr, (a, b, c) = lr_of(group), (float(n) for n in group["ns_coefficients"])

@@ -1,4 +1,4 @@
-"""`GradientSum`: an accumulator of gradients stored in a format, which p.grad shows as a `PackedGradient` (gradient_ops.py).
+"""`GradientSum` accumulates gradients in a low-bit format; p.grad shows it as a `PackedGradient` (gradient_ops.py).
 
     sum <- encode(decode(sum) * factor + gradient * weight), rounded stochastically
 
@@ -42,7 +42,7 @@ from paredown.optim.reference import Fold
 
 @dataclass(eq=False)
 class GradientSum:
-    """A packed sum of the gradients of one parameter, whose buffers the optimizer changes in place; user code reads a `PackedGradient`."""
+    """The packed sum of one parameter's gradients, stored by the optimizer; p.grad shows it as a `PackedGradient`."""
 
     packed: PackedTensor
     seed: Seed
@@ -171,7 +171,7 @@ def norms(sums: list[GradientSum]) -> list[Tensor | None]:
 
 
 def _as_plain(grad: Tensor, packed: PackedTensor) -> Tensor:
-    """Return a gradient as a contiguous tensor of a dtype that the codec encodes; raise OptimError if it cannot be added to `packed`."""
+    """Return a gradient contiguous and in a dtype for the codec; raise OptimError if `packed` cannot take it."""
     if grad.layout is not torch.strided or grad.is_complex():
         what = "complex" if grad.is_complex() else f"sparse ({str(grad.layout).removeprefix('torch.')})"
         raise OptimError(
@@ -189,7 +189,7 @@ def _as_plain(grad: Tensor, packed: PackedTensor) -> Tensor:
 
 @dataclass(eq=False)
 class Lease:
-    """A reference to a packed sum, shared by tensors that show it; it changes to a copy before the optimizer overwrites the sum."""
+    """The reference of some tensors to the packed sum that they show, or to a copy once the sum is overwritten."""
 
     total: GradientSum
     last: weakref.ref[Lease] | None = field(default=None)  # the lease of the current p.grad, made by `lend`

@@ -1,4 +1,4 @@
-"""`PackedParameter`: a packed weight outside of its modules (torch.optim steps, weight averages, penalties, logs, copies).
+"""`PackedParameter` is the class of a packed weight outside of its modules, such as in optimizers and penalties.
 
     access                                              result
     size, dtype, device, grad, hooks, zeros_like ...    metadata of the parameter; nothing is decoded
@@ -77,7 +77,7 @@ class PackedParameter(Tensor):
     def __new__(cls: type[PackedParameter], weight: Weight, like: Tensor, base: Tensor | None = None) -> PackedParameter:
         """Return a view of a packed weight with the size, strides and offset of `like`.
 
-        `base`: the decoded values of which `like` is a view; None if they are not at hand."""
+        `base`: the decoded values of which `like` is a view; None if there are none."""
         view: PackedParameter = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             like.size(),
@@ -118,7 +118,7 @@ class PackedParameter(Tensor):
         return repr(decoded_copy(self))
 
     def as_subclass(self, cls: Any) -> Any:
-        """Return the decoded values as a tensor of class `cls`; torch's own method would read memory that does not exist."""
+        """Return the decoded values as a tensor of class `cls`; torch's own method would read missing memory."""
         return _computed(Tensor.as_subclass, "as_subclass", (self, cls), {})
 
     @classmethod
@@ -170,15 +170,15 @@ class Decoded(torch.autograd.Function):
 
 
 class FrozenLinear(torch.autograd.Function):
-    """The autograd function for F.linear with a frozen packed weight, which saves nothing and decodes the weight in backward.
+    """The autograd function for F.linear with a frozen packed weight: it saves nothing, and decodes again in backward.
 
-    torch.utils.checkpoint compares the tensors that both forward passes save. In one of them the weight may be plain (the session was
-    closed), and F.linear would save it: so the hook of a checkpoint is called with it, and what the hook returns is dropped.
+    torch.utils.checkpoint compares the tensors that both forward passes save. If the session is closed between them, F.linear saves the
+    unpacked weight in the second; therefore this forward calls the checkpoint's hook with the weight, too, and drops the result.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Weight, dtype: torch.dtype, bias: Tensor | None, on_save: Any) -> Tensor:
-        """Return F.linear of x with the weight decoded in `dtype`; `on_save`: the pack hook of torch.utils.checkpoint, or None."""
+        """Return F.linear of x with the weight decoded in `dtype`; `on_save`: a checkpoint's pack hook, or None."""
         values = weight.decode(dtype)
         ctx.weight, ctx.version, ctx.dtype = weight, weight.version, dtype
         if on_save is not None:
@@ -219,14 +219,14 @@ def _linear_of_frozen(x: Tensor, packed: Any, bias: Tensor | None = None) -> Ten
 
 
 def call_outside_compile(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return func(*args, **kwargs) on decoded weights, as `call_decoded` does, in a call that torch.compile does not trace."""
+    """Return func(*args, **kwargs) on decoded weights as `call_decoded` does, untraced by torch.compile."""
     if "torch._dynamo" not in sys.modules:
         return call_decoded(func, args, kwargs)
     return _call_decoded_eagerly()(func, args, kwargs)
 
 
 def call_in_compiled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return func(*args, **kwargs) on decoded weights, untraced, and record that a compiled graph used the packed parameters."""
+    """Return func(*args, **kwargs) on decoded weights, untraced, and record that a compiled graph uses them."""
     for packed in [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is PackedParameter]:
         if not _is_view(packed):
             _weight(packed).was_compiled = True
@@ -246,7 +246,7 @@ def _call_decoded_eagerly() -> Any:
 
 
 def call_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return func(*args, **kwargs) for a torch function that has packed parameters, or views of them, among its arguments."""
+    """Return func(*args, **kwargs) for a torch function with packed parameters, or views of them, as arguments."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         owner = func.__self__
@@ -286,7 +286,7 @@ def _set_data(packed: Tensor, values: Tensor) -> None:
 
 
 def _computed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return func(*args, **kwargs), named `name`, on decoded values; packed parameters that it writes to are encoded again."""
+    """Return func(*args, **kwargs) on decoded values; packed parameters that `func` writes to are encoded again."""
     is_collective = (getattr(func, "__module__", None) or "").startswith("torch.distributed")
     writes = name in WRITES or (name.endswith("_") and not name.endswith("__"))
     values, first = DecodedValues(torch.is_grad_enabled() and not is_collective, writes), torch._C._autograd._get_sequence_nr()
@@ -306,8 +306,8 @@ class DecodedValues:
     def __init__(self, tracks_gradients: bool, writes: bool = False) -> None:
         """Prepare the call of one torch function.
 
-        `tracks_gradients`: gradients flow through decoding to the parameters. `writes`: the function works in place, and so on the
-        values that an earlier function wrote, if these are not encoded yet.
+        `tracks_gradients`: gradients flow through decoding to the parameters. `writes`: the function works in place; it gets the
+        values that an earlier in-place function wrote, if these are not encoded yet.
         """
         self._tracks, self._writes = tracks_gradients, writes
         self._bases: dict[Weight, tuple[Tensor, int]] = {}  # decoded values, shared by all views of a weight, and their `_version`
@@ -390,7 +390,7 @@ class DecodedValues:
 
 
 def _may_be_view(result: Any) -> bool:
-    """Return whether a function's result may be a view of an argument: an ordinary tensor with a storage and without grad_fn."""
+    """Return whether a function's result may be a view of an argument: an ordinary strided tensor without grad_fn."""
     is_plain = type(result) is Tensor and result.grad_fn is None and result.layout is torch.strided and result.device.type != "meta"
     return is_plain and not torch._C._functorch.is_batchedtensor(result)
 
@@ -407,7 +407,7 @@ def _is_view(packed: Tensor) -> bool:
 
 
 def _held(packed: Tensor) -> Tensor | None:
-    """Return the decoded values from which the view `packed` was made; None if it has none, or the weight has changed since."""
+    """Return the decoded values that the view `packed` was made from; None if they are gone or out of date."""
     held = vars(packed).get(HELD)
     return held[1] if held is not None and held[0] == _weight(packed).version else None
 

@@ -1,4 +1,4 @@
-"""`Weight`: the codes of a packed parameter, and the switch of the parameter between packed and plain.
+"""`Weight` has the codes of a packed parameter, and switches the parameter between packed and plain (decoded).
 
     packed     p is a `PackedParameter` of the same size, strides, dtype and device, without memory; codes and scales are in `weight.packed`
     plain      p is an ordinary nn.Parameter whose memory holds the decoded values; so it is while one of its modules runs
@@ -51,7 +51,7 @@ SAMPLED = 1 << 13  # values of the first rows, on which rounding errors are meas
 
 
 class NoMemory(Tensor):
-    """A tensor subclass for the data of a packed parameter, which counts as 0 bytes where tools sum the bytes of tensors."""
+    """A tensor subclass for the data of a packed parameter, which tools that sum bytes count as 0 bytes."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,11 +90,11 @@ class Weight:
         self.written: Tensor | None = None  # values whose encoding is deferred
         self.version = 0  # incremented with every change of the values
         self.users = 0  # modules whose forward is running
-        self.references = 0, 0  # to the plain parameter before its use, as `count_references` returns them
-        self.address = 0  # of the storage of the plain parameter, 0 while packed
-        self.seen = 0  # `_version` of the parameter when it was made plain
+        self.references = 0, 0  # to the decoded parameter before its use, as `count_references` returns them
+        self.address = 0  # of the storage of the decoded parameter, 0 while it is packed
+        self.seen = 0  # `_version` of the parameter when it was decoded
         self.accumulator: Any = None  # the node of the parameter's gradient, while a module uses it
-        self.is_pinned = False  # whether it always has plain memory besides its codes (compiled models)
+        self.is_pinned = False  # whether it always has decoded memory besides its codes (compiled models)
         self.in_graphs = False  # whether compiled graphs read the codes, which are then written at once
         self.is_checked = False  # whether its modules are known not to write it through .data, which autograd does not count
         self.was_compiled = False  # whether torch.compile traced a function of it
@@ -108,13 +108,13 @@ class Weight:
     def _take(self, like: Tensor, packed: PackedTensor) -> None:
         """Hold the codes of `packed` from now on, with the size, strides, dtype and device of the tensor `like`."""
         self._packed, self.dtype, self.size = packed, like.dtype, like.size()
-        self.empty = empty_like(like)  # of its size, strides, dtype and device, without memory
+        self.empty = empty_like(like)  # a tensor of its size, strides, dtype and device, without memory
         self.device_type = like.device.type
         self.stride, self._is_contiguous = self.empty.stride(), self.empty.is_contiguous()
         self._decode = _decoder(packed)
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # copies of a parameter are plain
+        return type(None), ()  # copies of a parameter are not packed
 
     @property
     def parameter(self) -> nn.Parameter | None:
@@ -134,7 +134,7 @@ class Weight:
         return self.on_use is not None
 
     def attach(self, on_use: weakref.WeakMethod[OnUse], hook_of_checkpoint: Callable[[], PackHook | None]) -> None:
-        """Make a session the owner of this weight, by two functions of the session that the constructor describes."""
+        """Make a session the owner of this weight; the constructor describes the session's two functions."""
         self.on_use, self.hook_of_checkpoint = on_use, hook_of_checkpoint
 
     def detach(self) -> None:
@@ -187,7 +187,7 @@ class Weight:
         return out if made is wanted else out.to(wanted)
 
     def shared(self, dtype: torch.dtype) -> Tensor:
-        """Return the decoded values in `dtype`, for reading only: the tensor of the previous call while it is alive, else a new one."""
+        """Return the decoded values in `dtype`, for reading only; while the result lives, further calls return it."""
         version, ref = self._shared.get(dtype, (-1, None))
         if ref is not None and version == self.version:
             alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
@@ -199,7 +199,7 @@ class Weight:
         return made
 
     def check_version(self, version: int) -> None:
-        """Raise autograd's error for modified saved tensors if the values were changed after they had this version number."""
+        """Raise autograd's error for a modified saved tensor if the values have changed since this `version`."""
         if self.version != version:
             raise RuntimeError(MODIFIED.format(version, self.version))
 
@@ -234,7 +234,7 @@ class Weight:
             self.store(values)
 
     def store(self, values: Tensor) -> None:
-        """Replace the codes by those of `values`, rounded to nearest; the parameter gets their dtype, device and shape."""
+        """Encode `values`, rounded to nearest; the parameter gets the dtype, device and shape of `values`."""
         self.written = None
         if not _can_be_packed(values):
             self.release(values)
@@ -245,7 +245,7 @@ class Weight:
         self.changed()
 
     def _store(self, values: Tensor) -> bool:
-        """Replace the codes by those of `values`; return whether these differ from the previous ones in size, strides, dtype or device."""
+        """Encode `values` in place of the old values; return whether size, strides, dtype or device have changed."""
         values = values.detach()
         with torch.no_grad(), outside_inference_mode():
             values = values if values.dtype in DTYPES else values.to(self.dtype)
@@ -266,14 +266,14 @@ class Weight:
         return is_other
 
     def unencoded(self) -> Tensor | None:
-        """Return the values that the codes may lack: those given to `write`, or else the decoded parameter; None if neither exists."""
+        """Return values that may not be encoded yet, from `write` or the decoded parameter; None if there are none."""
         parameter = self.parameter
         return self.written if self.written is not None or parameter is None or not self.address else parameter.detach()
 
     def update_errors(self, values: Tensor) -> tuple[float, float]:
-        """Return how large the change to `values` is, |change| / |values|, and its rounding error in this format, |error| / |change|.
+        """Return the size of the change to `values`, |change| / |values|, and the rounding error, |error| / |change|.
 
-        Both are measured on the first rows; (1, 0) if shape, dtype or device differ from the parameter's.
+        Both are measured on the first rows; the result is (1, 0) if shape, dtype or device differ from the parameter's.
         """
         if not self._is_like(values):
             return 1.0, 0.0
@@ -286,9 +286,9 @@ class Weight:
         return change / norm if norm else 1.0, error / change if change else 0.0
 
     def _has(self, values: Tensor) -> bool:
-        """Return whether `values` equal the decoded ones bit for bit, in the same shape, dtype, device and strides.
+        """Return whether `values` equal the decoded values bit for bit, in the same shape, dtype, device and strides.
 
-        The first row is compared before all others are decoded.
+        The first row is decoded and compared before all others.
         """
         if not self._is_like(values) or strides_of(values) != self.stride:
             return False
@@ -318,7 +318,7 @@ class Weight:
     # --- the parameter ------------------------------------------------------------------------------------------------
 
     def _swap(self, data: Tensor, kind: type[Tensor]) -> Any:
-        """Set the parameter's .data to `data` and its class to `kind`, and return it; return None if it was deleted.
+        """Set .data and class of the parameter, and return the parameter; return None if it was deleted.
 
         While a module runs, only the class nn.Parameter itself is an ordinary parameter to all code: functions of torch would call the
         `__torch_function__` of another class, and those that check for the exact type would take a slower path or refuse. Afterwards the
@@ -346,7 +346,7 @@ class Weight:
 
     @contextmanager
     def viewable(self) -> Generator[None]:
-        """Return a context in which autograd can view the packed parameter, which builds of torch for CUDA otherwise refuse."""
+        """Return a context in which autograd can make views of the packed parameter; CUDA builds need it."""
         self._swap(torch.empty((), dtype=self.dtype, device=self.packed.device).expand(self.size), self._packed_class)
         yield
         self.hide()
@@ -396,7 +396,7 @@ class Weight:
         return is_other
 
     def pin(self) -> None:
-        """Leave the parameter decoded from now on, in memory that stays the same."""
+        """Keep the parameter decoded from now on, in the same memory, besides its codes."""
         self.users += 1
         if not self.address:
             self.show()
@@ -439,7 +439,7 @@ def pack(parameter: nn.Parameter, format: Format, packed_class: type[Tensor], **
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """Return a tensor without memory, with the size, dtype, device and strides of `tensor` (contiguous if it has gaps)."""
+    """Return a tensor without memory, with size, dtype, device and strides of `tensor` (contiguous if it has gaps)."""
     with outside_inference_mode():
         empty = torch.empty_like(tensor, requires_grad=False)
     empty.untyped_storage().resize_(0)
@@ -452,7 +452,7 @@ def empty_like(tensor: Tensor) -> Tensor:
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a dense copy of `tensor`: its own strides, or contiguous ones if it has gaps or overlaps."""
+    """Return the strides of a dense copy of `tensor`: its own, or contiguous ones if it has gaps or overlaps."""
     return torch.empty_like(tensor, device="meta").stride()
 
 

@@ -1,14 +1,14 @@
-"""One parameter in an optimizer: the formats of its slots, its state in these formats, and the slots that an update reads.
+"""The state of one parameter in an optimizer: formats, moments in these formats, and the tensors that an update reads.
 
 Formats. A keyword (weight=, moment1=, ...) overrides the tier of the group, which overrides the plan of a session; without any of them
-everything is unmodified (tier "full"). A parameter of fewer than 2 dimensions or 4096 values is *small*: its state is float32 and its
-gradient plain, and a bfloat16 weight gets an 8-bit residue, since packing it would save little, and norms and biases are the most sensitive
-to rounding. Embeddings are not small.
+everything is unmodified (tier "full"). A parameter of fewer than 2 dimensions or 4096 values is *small*: its state is float32, its gradient
+is not packed, and a bfloat16 weight gets an 8-bit residue, since packing would save little, and norms and biases are the most sensitive to
+rounding. Embeddings are not small.
 
 State, as the tensors of torch's `state`:
 
     state["exp_avg.codes"] (rows, row_bytes) uint8, state["exp_avg.scales"] (rows, blocks)      a packed moment
-    state["exp_avg"]       of the parameter's shape                                             a plain moment, float32
+    state["exp_avg"]       of the parameter's shape                                             a float32 moment, not packed
     state["residue"]       int8, of the parameter's shape                                       the 8 bits below a bfloat16 weight
 
 A row is one index of dimension 0, so that no row lies on two shards. The second moment is stored as its square root, which halves the range
@@ -59,7 +59,7 @@ _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak refere
 
 
 def request_of(parameter: Tensor) -> RequestedFormats | None:
-    """Return the formats that the plan of an open session requests for this parameter; None without one."""
+    """Return the formats that the plan of an open session requests for this parameter; None without a session."""
     return _REQUESTS.get(parameter)
 
 
@@ -79,7 +79,7 @@ def withdraw_requests(model: nn.Module) -> None:
 
 
 def set_owner(parameter: Tensor, owner: Any) -> None:
-    """Record that the optimizer `owner` updates a parameter; the previous one removes its hooks from the parameter."""
+    """Record that the optimizer `owner` updates a parameter; the previous owner removes its hooks from it."""
     before = owner_of(parameter)
     if before is not None and before is not owner:
         before.let_go(parameter)
@@ -105,7 +105,7 @@ FROM_TIER = "tier"  # default of a keyword: the format of the tier or the plan
 
 @dataclass(frozen=True)
 class SlotFormats:
-    """The formats (None: plain) and roundings of one parameter's weight, moments, gradient and residue."""
+    """The formats (None: not packed) and roundings of one parameter's weight, moments, gradient and residue."""
 
     name: str
     is_full: bool  # nothing is packed, and torch.optim updates the parameter
@@ -113,11 +113,11 @@ class SlotFormats:
     slots: Mapping[Role, Choice]
 
     def format(self, role: Role) -> Format | None:
-        """Return the format of the slot with this role; None if it is not packed."""
+        """Return the format of the parameter's tensor with this role; None if that is not packed."""
         return self.slots[role][0]
 
     def rounding(self, role: Role) -> Rounding:
-        """Return the rounding of the slot with this role."""
+        """Return the rounding of the parameter's tensor with this role."""
         return self.slots[role][1]
 
 
@@ -125,7 +125,7 @@ PLAIN: Choice = (None, Rounding.NEAREST_EVEN)
 
 
 def choose(parameter: Tensor, group: Mapping[str, Any], request: RequestedFormats | None, default_name: str) -> SlotFormats:
-    """Return the formats of a parameter, its gradient and its moments, from its parameter group `group` and the plan's `request`.
+    """Return the formats of a parameter, its gradient and moments, from its parameter group and the plan's `request`.
 
     `request` is None if there is no plan; `default_name` is the parameter's name then.
     """
@@ -181,7 +181,7 @@ def _format(keyword: Any, role: Role) -> Format | None:
 
 
 def _check(wanted: Mapping[Role, Choice], name: str) -> None:
-    """Raise OptimError if a parameter cannot be stored in the `wanted` formats together; the message calls it `name`."""
+    """Raise OptimError if a parameter cannot be stored in the `wanted` formats; the message calls it `name`."""
     weight, residue = wanted[Role.WEIGHT][0], wanted[Role.RESIDUE][0]
     if residue is not None and (str(residue) != "int8" or weight is None or str(weight) != "bf16"):
         raise OptimError(
@@ -222,8 +222,8 @@ class ParameterState:
     updated: bool = False  # under release: whether it was updated since the last step()
     is_started: bool = False  # with microbatches: whether a sum has started since the last update
     is_gone: bool = False  # a newer optimizer has the parameter
-    shadow: Tensor | None = None  # contiguous copy of a plain parameter that is not (channels_last)
-    unit: Any = None  # under release: the address of the parameter, its state, and the cached unit
+    shadow: Tensor | None = None  # contiguous copy of an unpacked parameter that is not contiguous (channels_last)
+    unit: Any = None  # under release: the address of the parameter, its state, and the cached `UpdateUnit`
     shape: torch.Size = field(init=False)
     weight: Weight | None = field(init=False)
 
@@ -238,7 +238,7 @@ class ParameterState:
 
     @property
     def rows_and_cols(self) -> tuple[int, int]:
-        """The rows and columns of the part of the parameter that this process has."""
+        """The numbers of rows and columns of the parameter in this process; a shard has only some of the rows."""
         return Format.rows_and_cols(local(self.parameter).shape)
 
     @property
@@ -302,7 +302,7 @@ def zeros(shape: tuple[int, ...] | torch.Size, format: Format, dtype: torch.dtyp
 
 
 def roots_of(role: Role, format: Format | None) -> int:
-    """Return how often the square root of a tensor is taken before it is packed: 1 or 2 for second moments, otherwise 0."""
+    """Return how many square roots are taken of a tensor before packing: 1 or 2 for second moments, otherwise 0."""
     if role is not Role.MOMENT2 or format is None or format.block is None:
         return 0
     return 1 if format.element.width >= 8 else 2
@@ -315,7 +315,7 @@ def restart(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None:
 
 
 def fill_state(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None:
-    """Add the moments that `rule` needs and a parameter's `state` lacks, filled with zeros, and the residue and codes of its weight."""
+    """Add what a parameter's `state` lacks: moments of `rule`, filled with zeros, a residue, codes of its weight."""
     plain = local(entry.parameter)
     for role, name in zip(rule.roles, rule.names, strict=True):
         format = entry.choices.format(role)
@@ -375,7 +375,7 @@ def unit_of(entry: ParameterState, rule: Rule, state: dict[str, Any], gradient: 
 
 
 def plain_slot(tensor: Tensor, rounding: Rounding) -> UpdateSlot:
-    """Return an unpacked tensor as a slot of an update, viewed as (rows, cols)."""
+    """Return an `UpdateSlot` (what an update reads or writes) for an unpacked tensor, viewed as (rows, cols)."""
     return UpdateSlot(None, rounding, PackedParts(tensor.detach().view(Format.rows_and_cols(tensor.shape))))
 
 
@@ -387,7 +387,7 @@ def _moment_slot(entry: ParameterState, role: Role, name: str, state: dict[str, 
 
 
 def weight_slot(entry: ParameterState) -> UpdateSlot:
-    """Return the slot that an update reads and writes as the weight: the codes of a packed weight, or the parameter itself.
+    """Return the `UpdateSlot` for a parameter's weight: the codes of a packed weight, or the parameter itself.
 
     If the parameter is not contiguous, the update writes to a contiguous copy of it, its shadow.
     """
@@ -406,9 +406,9 @@ def weight_slot(entry: ParameterState) -> UpdateSlot:
 
 
 def gradient_slot(gradient: Tensor) -> UpdateSlot:
-    """Return the slot that an update reads as the gradient.
+    """Return the `UpdateSlot` for a gradient, the tensor that an update reads.
 
-    A plain gradient is a new tensor in each step, so its slot has only dtype and size, without memory.
+    An unpacked gradient is a new tensor in each step, so its slot has only dtype and size, without memory.
     """
     if isinstance(gradient, PackedGradient):
         return UpdateSlot(gradient.packed.format, Rounding.STOCHASTIC, gradient.packed.parts)

@@ -1,4 +1,4 @@
-"""The definition of an optimizer update and of gradient accumulation, in plain torch: decode, rule, encode. Kernels return the same bits.
+"""`update` and `fold` define an optimizer step and gradient accumulation in plain torch; kernels return the same bits.
 
 Values are (rows, cols) in float32, blocks run along the rows, each operation is rounded once. With h the numbers of the step:
 
@@ -67,12 +67,12 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed, signed
 from paredown.optim.rules import Numbers, Rule, as_float32, from_stored_root, look_ahead, newton_schulz, step_along, stored_root
 
-PLAIN_BLOCK = 64  # values that are skipped together if one is not finite, where no slot has blocks
+PLAIN_BLOCK = 64  # values that are skipped together if one is not finite, for parameters without a tensor in blocks
 PLAIN_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class SlotKind(NamedTuple):
-    """The way in which one tensor of an update is stored: format or dtype, rounding, and how often its root is taken before."""
+    """How one tensor of an update is stored: format or dtype, rounding, and how many square roots are taken before."""
 
     format: Format | None
     dtype: torch.dtype | None
@@ -81,7 +81,7 @@ class SlotKind(NamedTuple):
 
     @property
     def stored(self) -> Format:
-        """The format in which the values are stored; for a plain tensor, the one that equals its dtype."""
+        """The format in which the values are stored; for an unpacked tensor, the format that equals its dtype."""
         assert self.format is not None or self.dtype is not None
         return self.format or Format.parse(PLAIN_FORMATS[self.dtype])  # type: ignore[index]
 
@@ -90,7 +90,7 @@ class SlotKind(NamedTuple):
 class UpdateSlot:
     """A tensor of a parameter (weight, gradient or moment) that an update reads and writes in place, (rows, cols).
 
-    It has codes and scales in `format`, or is a plain tensor in `parts.codes`. `roots`: the square root of the values is stored (1), or
+    It has codes and scales in `format`, or is an ordinary tensor in `parts.codes`. `roots`: the square root of the values is stored (1), or
     about their fourth root (2), see `rules.stored_root`. Such codes are at least 1.
     """
 
@@ -101,17 +101,17 @@ class UpdateSlot:
 
     @cached_property
     def kind(self) -> SlotKind:
-        """The way in which this tensor is stored (format or dtype, rounding, roots), as a hashable key."""
+        """How this tensor is stored (format or dtype, rounding, roots), as a hashable key."""
         return SlotKind(self.format, None if self.format is not None else self.codes.dtype, self.rounding, self.roots)
 
     @property
     def codes(self) -> Tensor:
-        """The tensor of codes, or the plain tensor itself."""
+        """The codes; for a tensor that is not packed, its values."""
         assert self.parts.codes is not None
         return self.parts.codes
 
     def rows(self, rows: slice) -> UpdateSlot:
-        """Return a slot whose tensors are views of these rows."""
+        """Return an `UpdateSlot` for these rows alone, whose tensors are views of the rows."""
         codes, scales, minimums = (t if t is None else t[rows] for t in (self.parts.codes, self.parts.scales, self.parts.minimums))
         return UpdateSlot(self.format, self.rounding, PackedParts(codes, scales, minimums, self.parts.tensor_scale), self.roots)
 
@@ -129,21 +129,21 @@ class UpdateLayout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class UpdateUnit:
-    """All tensors that an update of one parameter reads and writes, with numbers that stay the same from step to step."""
+    """All tensors that an update of one parameter reads and writes, with numbers that no step changes."""
 
     weight: UpdateSlot
-    residue: UpdateSlot | None  # plain int8 beside a plain bf16 weight
+    residue: UpdateSlot | None  # unpacked int8 beside an unpacked bf16 weight
     moments: tuple[UpdateSlot, ...]
     gradient: UpdateSlot
     rows: int
     cols: int
-    tensor_id: int  # of its random bits
-    first_index: int  # of its first value in the whole tensor
+    tensor_id: int  # selects its random bits
+    first_index: int  # index of its first value in the whole tensor
     factor: Tensor | None = None  # float32 scalar tensor, on the device
     counters: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.int32))  # see `reference.py`
 
     def how(self, rule: str) -> UpdateLayout:
-        """Return the layout (rule, formats and dtypes) of these tensors' update by the rule with this name."""
+        """Return the layout of an update of these tensors by the rule with this name: rule, formats and dtypes."""
         return UpdateLayout(rule, *self._stored)
 
     @cached_property
@@ -157,8 +157,8 @@ class UpdateUnit:
 # --- update and fold --------------------------------------------------------------------------------------------------
 
 LIMIT = 2.0**126
-SMALLEST_STICKY_CODE = 27  # of e8m0: 2^-100
-STAYS_ABOVE = 0.2  # of the largest value: a sticky scale is lowered below this
+SMALLEST_STICKY_CODE = 27  # code of e8m0 for 2^-100
+STAYS_ABOVE = 0.2  # share of the largest value below which a sticky scale is lowered
 SAMPLED_BLOCKS, SAMPLED_EVERY = 64, 16
 MOMENT_BITS = (0xA13FC965, 0xADB4A92D)  # factors from the random bits of a weight to those of its moments
 PLACE_BITS = (1, 0x7EB9D1C9, 0x73270133, 0x60BDADCF)  # factors from the random bits of four weights to those of each
@@ -170,7 +170,7 @@ GIVEN = "given"
 
 
 def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed: int) -> None:
-    """Update a parameter and its state in place by `rule`; `hyper`: the rule's hyperparameters; `step` is counted from 1."""
+    """Update a parameter and its state in place by `rule` with the hyperparameters `hyper`; `step` counts from 1."""
     numbers, block = rule.numbers(hyper), unit.how(rule.name).block
     factor = numbers["factor"] if unit.factor is None else unit.factor.float() * numbers["factor"]
     direction = newton_schulz(_looked_ahead(unit, factor, numbers), numbers) if rule.is_of_matrix else None
@@ -192,7 +192,7 @@ def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed
 
 
 def _looked_ahead(unit: UpdateUnit, factor: Tensor | float, numbers: Numbers) -> Tensor:
-    """Return the matrix that Muon orthogonalizes, bfloat16 (rows, cols), computed from the momentum and `factor` times the gradient."""
+    """Return the bfloat16 matrix that Muon orthogonalizes: momentum and `factor` times the gradient, combined."""
     mean = torch.empty(unit.rows, unit.cols, dtype=torch.bfloat16, device=unit.weight.codes.device)
     for rows in _pieces(unit.rows, unit.cols, mean.device):
         piece = _Piece(unit, rows, 0, Seed(0, 0))
@@ -202,7 +202,7 @@ def _looked_ahead(unit: UpdateUnit, factor: Tensor | float, numbers: Numbers) ->
 
 
 class Fold(NamedTuple):
-    """The instruction to add a gradient to a packed sum: sum <- encode(sum * factor + grad * weight), without the sum if `is_first`."""
+    """How a gradient is added to a packed sum: sum <- encode(sum * factor + grad * weight); if `is_first`, sum is 0."""
 
     weight: float
     factor: Tensor | None
@@ -250,7 +250,7 @@ def _element_values(codes: Tensor, element: Element, cols: int) -> Tensor:
 
 
 def _pieces(rows: int, cols: int, device: torch.device) -> Iterator[slice]:
-    """Yield the slices of rows of a (rows, cols) parameter that an update processes one after the other, to save memory."""
+    """Yield the slices of rows of a (rows, cols) parameter that an update processes one after the other."""
     if not cols:
         return
     height = update_rows(rows, cols) if device.type == "cpu" else max(1, GPU_PIECE // cols)
@@ -274,7 +274,7 @@ def _with_residue(weight: Tensor, residue: Tensor) -> Tensor:
 
 
 class _Piece:
-    """Some rows of a parameter and its state, decoded for one update."""
+    """The rows of a parameter and its state that an update decodes and encodes at a time."""
 
     def __init__(self, unit: UpdateUnit, rows: slice, block: int, seed: Seed) -> None:
         self.unit, self.rows, self.block, self.seed = unit, rows, block, seed
@@ -283,7 +283,7 @@ class _Piece:
         return slot.rows(self.rows)
 
     def store(self, old: Tensor, p: Tensor, moments: Sequence[Tensor]) -> None:
-        """Encode the updated parameter `p` and moments, except for blocks with a value that is not finite; `old`: the parameter before."""
+        """Encode the parameter `p` (before its update: `old`) and moments, except for blocks that are not finite."""
         is_finite = p.abs() < LIMIT
         for x, slot in zip(moments, self.unit.moments, strict=True):
             is_finite &= x.isfinite() if slot.roots else x.abs() < LIMIT
@@ -326,7 +326,7 @@ class _Piece:
     def _encoded(self, slot: UpdateSlot, x: Tensor, multiplier: int, given: PackedParts | None = None) -> PackedParts:
         """Return `x` encoded as `slot` is stored, with new scales or with those of `given`.
 
-        `multiplier` turns the random bits that all slots share into those of this slot.
+        `multiplier` turns the random bits that weight and moments share into those of this tensor.
         """
         bits = None
         if slot.rounding is Rounding.STOCHASTIC:
@@ -367,7 +367,7 @@ def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
 
 
 def is_whole(slot: UpdateSlot) -> bool:
-    """Return whether a slot has integer codes in blocks without a minimum, which `whole_parts` encodes."""
+    """Return whether a tensor has integer codes in blocks without a minimum, which `whole_parts` encodes."""
     format = slot.format
     return (
         format is not None
@@ -406,12 +406,12 @@ def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor |
 
 
 def is_sticky(format: Format | None) -> bool:
-    """Return whether a weight in `format` keeps its scales from step to step as long as they fit its values (e8m0 scales)."""
+    """Return whether a weight in `format` (e8m0 scales) keeps its scales between steps as long as they fit."""
     return format is not None and format.scale is not None and format.scale.name == "e8m0" and format.minimum is None
 
 
 def sticky_scales(p: Tensor, slot: UpdateSlot) -> Tensor:
-    """Return the scales that a weight gets with its updated values `p`, as e8m0 codes, (rows, blocks); `slot`: the weight before."""
+    """Return the scales of a weight after its update to `p`, as e8m0 codes, (rows, blocks); `slot`: the old weight."""
     format, old = slot.format, slot.parts.scales
     assert format is not None and format.block and format.scale and old is not None
     largest = in_blocks(p, format.block, 0.0).abs().amax(2)
@@ -421,7 +421,7 @@ def sticky_scales(p: Tensor, slot: UpdateSlot) -> Tensor:
 
 
 def half_step(p: Tensor, slot: UpdateSlot, has_residue: bool) -> Tensor:
-    """Return half the distance between neighbouring values that the weight's format can represent, at each value of `p`."""
+    """Return half the distance between neighbouring values of the weight's format, at each value of `p`."""
     element = slot.kind.stored.element
     mantissa_bits = 15 if has_residue else element.mantissa_bits
     scale: Tensor | float = 1.0
@@ -435,12 +435,12 @@ def half_step(p: Tensor, slot: UpdateSlot, has_residue: bool) -> Tensor:
 
 
 def _put(slot: UpdateSlot, parts: PackedParts, skipped: Tensor | None, cols: int) -> None:
-    """Write new codes and scales into a slot, except where the mask `skipped` is True; None: everywhere."""
+    """Write new codes and scales into the tensors of `slot`, except where `skipped` is True; None: everywhere."""
     slot.parts.copy_(parts if skipped is None else _keep(slot, parts, skipped, cols))
 
 
 def _keep(slot: UpdateSlot, parts: PackedParts, skipped: Tensor, cols: int) -> PackedParts:
-    """Return `parts` with the slot's old codes and scales where `skipped` is True."""
+    """Return `parts`, new codes and scales, with the old ones of `slot` where `skipped` is True."""
     assert parts.codes is not None
     if slot.format is None:
         return PackedParts(torch.where(skipped, slot.codes, parts.codes))

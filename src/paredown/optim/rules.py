@@ -1,4 +1,4 @@
-"""Update rules as pure float32 functions: (parameter, gradient, moments) to the next parameter and moments.
+"""Update rules are pure float32 functions that return the next parameter and moments.
 
 A multiply-add is rounded once (`fused`), every other operation once each, and division is multiplication by a reciprocal, so that kernels
 return the same bits. `h` holds the numbers of a step as float32, in the order of `hyper_names`; the gradient is already multiplied by
@@ -50,7 +50,7 @@ Update = Callable[[Tensor, Tensor, Moments, Numbers], tuple[Tensor, Moments]]
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule: its function, the roles and torch.optim names of its moments, and the names of its hyperparameters."""
+    """An update rule: its function, the roles and torch.optim names of its moments, and its hyperparameters' names."""
 
     name: str
     update: Update
@@ -138,7 +138,7 @@ def lion(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Mo
 def muon(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
     """Return parameter and momentum after a step of Muon, which orthogonalizes the whole matrix of updates.
 
-    `reference.update` calls its parts `look_ahead` and `step_along` on some rows at a time, and `newton_schulz` between.
+    `reference.update` calls the three functions that this one calls: `look_ahead` and `step_along` on some rows at a time.
     """
     m, u = look_ahead(g, moments[0], h)
     return step_along(newton_schulz(u.bfloat16(), h), p, h, p.shape), (m,)
@@ -166,7 +166,7 @@ def newton_schulz(x: Tensor, h: Numbers) -> Tensor:
 
 
 def step_along(direction: Tensor, p: Tensor, h: Numbers, shape: Sequence[int]) -> Tensor:
-    """Return some rows of the parameter after weight decay and a step along the same rows of the orthogonalized update, `direction`.
+    """Return some rows of a parameter after weight decay and a step along `direction`, these rows of Muon's update.
 
     The step's length is lr root(max(1, rows / cols)), or 0.2 lr root(max(rows, cols)) if `match_rms`; `shape`: the whole parameter's.
     """

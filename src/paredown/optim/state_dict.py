@@ -1,9 +1,9 @@
-"""Optimizer state to and from dictionaries: packed, or decoded as torch.optim has it; 8-bit state of bitsandbytes can be loaded.
+"""These functions save and load optimizer state, packed or decoded as in torch.optim, and load state of bitsandbytes.
 
 `state_dict()` has ordinary tensors only, so that `torch.load(weights_only=True)` and distributed checkpoints can read it:
 
     state[i]["step"]                                      number of updates of parameter i
-    state[i]["exp_avg.codes"], ["exp_avg.scales"]         a packed moment, bit for bit; ["exp_avg"] a plain one
+    state[i]["exp_avg.codes"], ["exp_avg.scales"]         a packed moment, bit for bit; ["exp_avg"] one that is not packed
     state[i]["weight.codes"], ["weight.scales"]           the parameter, if it is packed
     state[i]["gradient.codes"], ..., or ["gradient"]      the sum of gradients so far, between microbatches
     state[i]["folds"]                                     number of gradients added so far; it selects the random bits
@@ -47,7 +47,7 @@ BNB_NAMES = ("state1", "state2")
 
 
 def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of an optimizer with packed tensors; `base` is the method `state_dict` of torch.optim.Optimizer."""
+    """Return the state of an optimizer with packed tensors; `base` is torch.optim.Optimizer's `state_dict`."""
     for entry in optimizer.entries:
         if entry.weight is not None:
             entry.weight.gather()
@@ -69,7 +69,7 @@ def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict
 
 
 def _add_gradient(entry: ParameterState, state: dict[str, Any], *, is_partial: bool) -> None:
-    """Add to `state` how many gradients the packed sum has received so far; between microbatches (`is_partial`) also the sum."""
+    """Add to `state` how many gradients were summed so far; between microbatches (`is_partial`) add the sum, too."""
     if entry.gradient is not None:
         state["folds"] = torch.tensor(entry.gradient.total.folds)
     with torch._C.DisableTorchFunctionSubclass():
@@ -176,7 +176,7 @@ def _load(optimizer: Optimizer, loaded: Mapping[str, Any], base: Callable[[dict[
 
 
 def _restore_groups(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
-    """Give the parameter groups their formats of `before` loading again, and the options that the loaded groups lack."""
+    """Give the parameter groups the formats of the groups `before` loading, and options that the loaded groups lack."""
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
     optimizer.updates, optimizer._num_accumulated = int(first.get("updates", 0)), int(first.get("waiting", 0))
     optimizer.seed = int(first.get("seed", optimizer.seed))
@@ -190,7 +190,7 @@ def _restore_groups(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
 
 
 def _new_state(optimizer: Optimizer, entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `source`, the loaded state of one parameter, in this optimizer's formats; raise OptimError if it does not fit."""
+    """Return `source`, a parameter's loaded state, in this optimizer's formats; raise OptimError if it does not fit."""
     source = {name: _local_rows(value, entry) for name, value in {**source, **source.get(BNB_NEST, {})}.items() if name != BNB_NEST}
     if not source:
         return {}
@@ -256,7 +256,7 @@ def _packed_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str,
 
 
 def _moment(entry: ParameterState, role: Role, name: str, source: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of one moment: loaded codes unchanged, or a loaded plain moment encoded.
+    """Return the tensors of one moment: loaded codes unchanged, or the codes of a loaded moment that is not packed.
 
     `name`: the moment's name in torch.optim. `wanted`: the tensors that this optimizer has for it.
     """
@@ -312,7 +312,7 @@ def _local_rows(value: Any, entry: ParameterState) -> Any:
 
 
 def _from_bitsandbytes(entry: ParameterState, source: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Return state of a bitsandbytes optimizer decoded to plain tensors.
+    """Return state of a bitsandbytes optimizer decoded to float32 tensors.
 
     value = qmap[code] * absmax of its block of 256; a 32-bit tensor is unchanged.
     """

@@ -1,4 +1,4 @@
-"""`checkpointed_trace`: the trace of a step with activation checkpointing of some modules, predicted from the trace without it.
+"""`checkpointed_trace` predicts a step's trace with activation checkpointing of some modules, from the trace without it.
 
 A tensor that only operations inside of a checkpointed module saved lives in forward as long as forward needs it, and again from the tick
 at which backward of the module begins. The module's inputs are stored until its backward is done: those that need a gradient are slots of
@@ -10,8 +10,8 @@ pass ends once the last tensor exists that backward needs: the module's result i
     checkpointed    inside  |####|                   |#####|     the whole forward pass runs at the first tick of the second span
                     input  |################################|
 
-Of the large tensors inside, those that sessions pack in the second forward pass are slots, born when it begins. It runs in one tick; the
-bytes of that tick are those of its largest moment, which is another one if the tensors are packed (`_SecondPass`).
+Large tensors inside that sessions pack in the second forward pass are slots, born when that pass begins. It runs in one tick; the
+bytes of that tick are those of the pass's largest moment, which is another moment if the tensors are packed (`_SecondPass`).
 
 A module that a step calls more than once is left unmodified, with a note: a trace does not record which call a tensor belongs to.
 """
@@ -48,10 +48,10 @@ TILES = "tiles"  # the operation of pieces of a module (plan/tiled_trace.py)
 
 
 def step_under(trace: Trace, plan: Plan) -> Trace:
-    """Return the variant of the trace that holds under `plan`: `unmodified`, `without_packing`, `in_4_bits`, or the trace itself.
+    """Return the trace to use under `plan`: `trace` itself, or one of the variants that it contains.
 
-    Without a session, without packed activations, or compiled with activations in 4 bits or fewer, a step may save other tensors than
-    those of `trace`.
+    Under a plan that changes nothing, packs no activations, or packs all of them in 4 bits or fewer in a compiled step, a step may save
+    other tensors than those of `trace`.
     """
     if trace.unmodified is not None and plan.changes_nothing:
         return step_under(trace.unmodified, plan)
@@ -62,7 +62,7 @@ def step_under(trace: Trace, plan: Plan) -> Trace:
 
 
 def outermost(paths: Iterable[str], patterns: Iterable[str], *, what: str = "recompute") -> list[str]:
-    """Return the paths of modules that match a pattern and are not inside of another match; `what` names the argument in errors.
+    """Return the paths of modules that match a pattern and are not inside of another module that matches.
 
     >>> outermost(["layers", "layers.0", "layers.0.norm", "layers.1", "head"], ["layers.*"])
     ['layers.0', 'layers.1']
@@ -80,12 +80,12 @@ def outermost(paths: Iterable[str], patterns: Iterable[str], *, what: str = "rec
 
 
 def is_inside(path: str, module: str) -> bool:
-    """Return whether a path is that of `module` or of a module inside of it."""
+    """Return whether the module at `path` is `module` or is inside of it."""
     return path == module or path.startswith(f"{module}.")
 
 
 def is_of(name: str, module: str) -> bool:
-    """Return whether the name of a slot, or the path of a call, belongs to `module` or to a module inside of it.
+    """Return whether a saved tensor or a call ("layers.1@2") belongs to `module` or to a module inside of it.
 
     >>> is_of("layers.1.relu@2:output", "layers.1"), is_of("layers.10:input", "layers.1")
     (True, False)
@@ -95,12 +95,12 @@ def is_of(name: str, module: str) -> bool:
 
 @cached_on_trace
 def modules_of(trace: Trace) -> list[str]:
-    """Return the paths of the modules in which operations ran, and of their parents."""
+    """Return the paths of the modules that ran operations in forward, and of the modules that contain them."""
     return with_parents(CALL.sub("", output.module) for output in trace.outputs if output.phase == "forward")
 
 
 def with_parents(paths: Iterable[str]) -> list[str]:
-    """Return the paths of modules and of the modules that they are in, each once.
+    """Return the given paths of modules, and the paths of all modules that contain them, each path once.
 
     >>> with_parents(["", "layers.0.norm", "layers.1"])
     ['layers', 'layers.0', 'layers.0.norm', 'layers.1']
@@ -112,10 +112,7 @@ def with_parents(paths: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class CheckpointSpan:
-    """The operations (ticks) at which a checkpointed module begins and ends in forward and is needed in backward.
-
-    A tick is a position in the step's list of operations.
-    """
+    """The ticks (positions of operations) at which a checkpointed module starts and ends in forward and backward."""
 
     module: str
     start: int
@@ -124,7 +121,7 @@ class CheckpointSpan:
     backward_end: int
 
     def has(self, path: str) -> bool:
-        """Return whether a path, or the name of a slot, belongs to the module."""
+        """Return whether a module's path, or the name of a saved tensor, belongs to the checkpointed module."""
         return is_of(path, self.module)
 
 
@@ -138,7 +135,7 @@ def checkpointed_trace(trace: Trace, patterns: tuple[str, ...]) -> Trace:
 
 
 def _with_module(trace: Trace, module: str) -> Trace:
-    """Return the trace with activation checkpointing of one more module.
+    """Return the trace with activation checkpointing of one more module, given by its path.
 
     The last result is cached on the trace, since searches add the same modules one after the other.
     """
@@ -152,7 +149,7 @@ def _with_module(trace: Trace, module: str) -> Trace:
 
 
 def _span(trace: Trace, module: str) -> CheckpointSpan | str:
-    """Return when a module runs and when backward needs it; a sentence with the reason if it cannot be checkpointed."""
+    """Return the ticks at which a module runs, or a sentence with the reason why it cannot be checkpointed."""
     outputs = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
     start, end = min(o.birth for o in outputs), max(o.birth for o in outputs)
     weights = [slot for slot in trace.of(Role.WEIGHT) if is_inside(slot.module, module)]
@@ -169,13 +166,13 @@ def _span(trace: Trace, module: str) -> CheckpointSpan | str:
 
 
 def _needed_at(slots: Iterable[Slot], span: CheckpointSpan, backward_at: int) -> list[int]:
-    """Return the ticks at which backward reads tensors that only the checkpointed module saved."""
+    """Return the ticks at which backward reads packed data that only the checkpointed module needs."""
     parts = [part for slot in slots if slot.birth >= span.start for part in _own_parts(slot, span)]
     return [first for part in parts for first, _ in part.decoded if first > backward_at]
 
 
 def _own_parts(slot: Slot, span: CheckpointSpan) -> list[Part]:
-    """Return the packed parts of a slot that no module but the checkpointed one needs."""
+    """Return the packed parts of a tensor, one for each use in backward, that only the checkpointed module needs."""
     if not any(span.has(saver.name) for saver in slot.savers):
         return []
     others = {saver.use for saver in slot.savers if not span.has(saver.name)}
@@ -183,12 +180,12 @@ def _own_parts(slot: Slot, span: CheckpointSpan) -> list[Part]:
 
 
 def _is_inner(slot: Slot, span: CheckpointSpan) -> bool:
-    """Return whether a slot is allocated inside the checkpointed module and saved only there."""
+    """Return whether a tensor is allocated inside the checkpointed module and saved only by operations there."""
     return slot.birth >= span.start and all(span.has(saver.name) for saver in slot.savers)
 
 
 def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
-    """Return the trace with activation checkpointing of the module of `span`."""
+    """Return the trace with activation checkpointing of the module at `span.module`."""
     slots: list[Slot] = []
     complete = {slot.name: slot.dropped for slot in trace.of(Role.GRADIENT)}
     outputs = [_extended(output, span) for output in trace.outputs]
@@ -229,10 +226,10 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
 
 
 def _with_frozen(slots: Iterable[Slot], before: Trace, span: CheckpointSpan) -> Iterator[Slot]:
-    """Yield `slots`, where the largest frozen weights of one module call have a further decoded copy in the second forward pass.
+    """Yield `slots`, where frozen weights of one module call are decoded once more, when forward runs again.
 
-    That pass runs in one tick and decodes frozen weights one at a time, or together those with which a module runs (experts). `before`: the
-    trace without this checkpoint. Sessions decode frozen weights again where backward reads them.
+    That second pass runs in one tick and decodes frozen weights one at a time, or together those with which a module runs (experts).
+    `before` is the trace without this checkpoint. Sessions decode frozen weights again where backward reads them.
     """
     frozen = [slot for slot in before.of(Role.WEIGHT) if slot.is_frozen and is_inside(slot.module, span.module)]
     calls: dict[tuple[Span, ...] | str, list[Slot]] = {}
@@ -245,21 +242,21 @@ def _with_frozen(slots: Iterable[Slot], before: Trace, span: CheckpointSpan) -> 
 
 
 def _reason_exact(trace: Trace, span: CheckpointSpan) -> str:
-    """Return why inputs of the module are not quantized, or "" if they may be."""
+    """Return the reason why inputs of the checkpointed module are stored unmodified, or "" if they may be quantized."""
     outputs = [o for o in trace.outputs if o.phase == "forward" and o.dtype in FLOAT_BYTES and span.has(o.module)]
     signs = [s.op for slot in trace.activations for s in slot.savers if s.use in (Use.SIGN, Use.INSIDE) and span.has(s.name)]
     return reason_of_ops(o.op for o in outputs) or (COMPARES.format(signs[0]) if signs else "")
 
 
 def _input_name(row: Slot | Output, span: CheckpointSpan) -> str:
-    """Return the slot name of a tensor as an input of the checkpointed module; "" if the tensor is not an input."""
+    """Return the name that a tensor has as an input of the checkpointed module; "" if the tensor is not an input."""
     return next((name for name in row.inputs if name.partition(":")[0] == span.module), "")
 
 
 def _input(slot: Slot, span: CheckpointSpan, reason: str) -> Slot:
-    """Return the slot of a saved tensor, changed to an input of the checkpointed module, which is kept until the module runs again.
+    """Return the slot of a saved tensor that is also an input of the checkpointed module, changed to be stored for it.
 
-    `reason`: why the input is not quantized, "" if it may be.
+    It is kept until backward of the module is done. `reason` says why it is not quantized, "" if it may be.
     """
     name, others = _input_name(slot, span), tuple(saver for saver in slot.savers if not span.has(saver.name))
     is_of_tile = slot.stays == TILE_INPUT and not any(saver.use is Use.EXACT for saver in others)  # of one inside
@@ -287,9 +284,9 @@ def _input_part(span: CheckpointSpan, decoded_until: int) -> Part:
 
 
 def _unsaved_input(output: Output, span: CheckpointSpan, reason: str, storage: int) -> Slot | None:
-    """Return a slot for a module input that no operation saves; None if `output` is not an input of the module, or is small.
+    """Return a new slot for an input of the module that no operation saves; None for any other `output`.
 
-    `reason`: why the input is not quantized. `storage`: the number of the slot's storage.
+    `reason` says why the input is not quantized, "" if it may be. `storage` is the storage number of the new slot.
     """
     name = _input_name(output, span)
     numel = output.nbytes // FLOAT_BYTES.get(output.dtype, output.nbytes + 1)
@@ -303,7 +300,7 @@ def _unsaved_input(output: Output, span: CheckpointSpan, reason: str, storage: i
 
 
 def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
-    """Return the two lifetimes of a tensor that the checkpointed module saves, one in each forward pass."""
+    """Return two allocations of a tensor inside of the checkpointed module: one for each forward pass."""
     end = min(slot.dropped, span.end) if not slot.parts else slot.dropped
     forward = Output("saved", slot.module, "forward", slot.shape, slot.dtype, slot.nbytes, slot.birth, max(end, slot.birth))
     death = max(_last_read(slot), span.backward_start)
@@ -311,12 +308,12 @@ def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
 
 
 def _last_read(slot: Slot) -> int:
-    """Return the tick of the last operation of backward that reads the slot. The slot is freed then, before gradients are summed."""
+    """Return the tick (operation) at which backward reads the tensor last, and after which it is freed."""
     return max((end for part in slot.parts for _, end in part.decoded), default=slot.death)
 
 
 def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
-    """Return two records of a module's result if later operations save it: its slot, and its copy in the second forward pass."""
+    """Return the slot of a module's result that is saved later, and the allocation of its copy in backward."""
     savers = tuple(saver for saver in slot.savers if not span.has(saver.name))
     own_parts = _own_parts(slot, span)
     end = max((part.released for part in own_parts), default=span.backward_start)
@@ -330,24 +327,24 @@ def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
 
 
 def _extended(output: Output, span: CheckpointSpan) -> Output:
-    """Return `output` with a later death if it is an input of the checkpointed module: it is stored until the module's backward is done."""
+    """Return `output`; if it is an input of the checkpointed module, it lives until the module's backward is done."""
     is_before = output.phase == "forward" and not output.slot and output.birth < span.start <= output.death
     is_input = is_before and (span.start <= output.used <= span.end or (output.used < 0 and output.death <= span.end + 1))
     return replace(output, death=max(output.death, span.backward_end)) if is_input else output
 
 
 def _weight_used_twice(weight: Slot, span: CheckpointSpan, complete: int) -> Slot:
-    """Return the slot of a weight that the checkpointed module reads in both forward passes.
+    """Return the slot of a weight that the checkpointed module reads in both of its forward passes.
 
-    It is decoded again from the second pass on. `complete`: the tick at which its gradient is complete.
+    For the second pass it is decoded again, until its gradient is complete at the tick `complete`.
     """
     return replace(weight, running=(*weight.running, (span.backward_start, max(span.backward_start, complete))))
 
 
 def _cast_used_twice(trace: Trace, cast: Slot, span: CheckpointSpan, *, is_trained: bool) -> Slot:
-    """Return the slot of a weight's autocast copy, which is made in both forward passes.
+    """Return the slot of a weight's autocast copy, which the module makes in both of its forward passes.
 
-    Autocast caches casts of trained weights until its context ends, and no others.
+    Autocast caches the copies of trained weights until its context ends, and no others.
     """
     end = trace.backward_at - 1 if is_trained else cast.parts[0].packed
     return replace(cast, running=((cast.birth, max(end, cast.birth)), (span.backward_start, max(cast.death, span.backward_start))))
@@ -358,10 +355,11 @@ SHARE_IN_8_BITS = 0.52  # of two bytes, with scales; half of that of float32
 
 @dataclass(frozen=True)
 class _SecondPass:
-    """The memory that a checkpointed module's second forward pass takes at its largest moment, beside the tensors that it saves.
+    """The most memory that a checkpointed module holds while its forward runs again in backward.
 
-    `extra`: bytes if nothing is packed. `packed`: tensors that a session may store packed, and when the first pass reads them last. If they
-    are packed, in 8 bits, the largest moment is at the tick `moment`, with `beside` bytes of temporaries.
+    `extra` is this memory in bytes if nothing is packed. `packed` has the tensors that a session may pack, each with the tick at which the
+    first pass reads it last. If they are packed in 8 bits, the memory is largest at the tick `moment`, with `beside` more bytes of
+    temporaries.
     """
 
     span: CheckpointSpan
@@ -372,7 +370,7 @@ class _SecondPass:
 
     @staticmethod
     def of(trace: Trace, span: CheckpointSpan) -> _SecondPass:
-        """Return the memory of the second forward pass of the module of `span`."""
+        """Return the memory that the module at `span.module` holds when its forward runs again in backward."""
         inner = [slot for slot in trace.activations if _is_inner(slot, span)]
         end = max(s.birth for s in trace.activations if s.birth >= span.start and any(span.has(saver.name) for saver in s.savers))
         ran = [o for o in trace.outputs if o.phase == "forward" and not o.slot and span.start <= o.birth <= end]
@@ -391,9 +389,9 @@ class _SecondPass:
         return _SecondPass(span, extra, packed, moment, max(0, beside - extra))
 
     def slots(self, storage: int) -> Iterator[Slot]:
-        """Yield slots for the tensors that a session may pack in the second forward pass.
+        """Yield a slot for each tensor that a session may pack when the module's forward runs again in backward.
 
-        `storage`: the largest storage number that is in use.
+        `storage` is the largest storage number that other slots use.
         """
         at, names = self.span.backward_start, {slot.name for slot in self.packed}
         for place, (slot, read) in enumerate(self.packed.items()):
@@ -407,9 +405,9 @@ class _SecondPass:
             )
 
     def _part(self, slot: Slot, part: Part, read: int) -> Part:
-        """Return `part` with the times at which `slot` is packed and decoded if the second forward pass saves it.
+        """Return the packed data `part` of `slot` with the ticks that it has if forward saves it again in backward.
 
-        `read`: the tick at which the first pass reads the slot last.
+        `read` is the tick at which the first forward pass reads the tensor last.
         """
         at = self.span.backward_start
         packed = at + (min(part.packed, read) > self.moment)
@@ -419,15 +417,15 @@ class _SecondPass:
 
 
 def _is_packed_again(slot: Slot) -> bool:
-    """Return whether a session may pack a tensor that a checkpointed module saves in its second forward pass."""
+    """Return whether a session may pack a tensor that a checkpointed module saves when it runs again."""
     is_large = bool(slot.parts) and not slot.stays and is_large_in_second_pass(slot.nbytes)
     return is_large and all(is_stored_in_second_pass(saver.op, saver.needs) for saver in slot.savers)
 
 
 def _in_8_bits(slot: Slot, read: int) -> list[tuple[int, int]]:
-    """Return the changes of memory, as (tick, bytes), by a tensor that would be packed in 8 bits when it is saved.
+    """Return the changes of memory, as (tick, bytes), that a tensor causes if it is packed in 8 bits when it is saved.
 
-    `read`: the tick at which the first pass reads it last.
+    `read` is the tick at which the module's first forward pass reads it last.
     """
     share = SHARE_IN_8_BITS * 2 / FLOAT_BYTES.get(slot.dtype, 2)
     first = min(read, *(part.packed for part in slot.parts))
@@ -435,9 +433,9 @@ def _in_8_bits(slot: Slot, read: int) -> list[tuple[int, int]]:
 
 
 def _largest(changes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return the tick at which the sum of all changes (tick, bytes) so far is largest, and this sum.
+    """Return the tick at which the running sum of `changes`, pairs (tick, bytes), is largest, and that sum.
 
-    Changes of one tick count together.
+    All changes of one tick count together.
 
     >>> _largest([(3, 10), (5, -10), (5, 4), (6, 3)])
     (3, 10)

@@ -1,4 +1,4 @@
-"""`GraphCapture`: the graphs of a compiled training step, on fake tensors: Dynamo and AOTAutograd trace them, nothing is compiled.
+"""`GraphCapture` captures the graphs of a compiled training step on fake tensors: Dynamo and AOTAutograd trace them, nothing is compiled.
 
 torch.compile runs with a backend that stops before Inductor's code generation. Each graph is partitioned twice, as plain torch.compile does
 and as sessions with packed activations do (`partition` in graph_packing.py), and called with fake tensors, so that autograd, the loss and
@@ -52,9 +52,9 @@ BITS = Format.parse("uint4/64@bf16+bf16").bits_per_value  # of inputs of norms i
 
 @dataclass(frozen=True)
 class Partition:
-    """A forward graph and its backward graph, split from AOTAutograd's joint graph; backward is None for a graph without gradients.
+    """A forward graph and, unless nothing needs a gradient, a backward graph, split from AOTAutograd's joint graph.
 
-    Outputs of forward from index `num_outputs` on are saved for backward.
+    The outputs of forward from index `num_outputs` on are the tensors saved for backward.
     """
 
     forward: fx.GraphModule
@@ -64,7 +64,7 @@ class Partition:
 
 @dataclass
 class CapturedGraph:
-    """A graph of a compiled step, split into forward and backward in three ways: unpacked, packed, and packed in 4 bits.
+    """A graph of a compiled step, split into forward and backward for unpacked, packed and 4-bit activations.
 
     `joint` has facts about the nodes of the graph before it was split.
     """
@@ -75,16 +75,17 @@ class CapturedGraph:
     joint: JointGraph
 
     def num_ticks(self, *, is_backward: bool) -> int:
-        """Return how many ticks of the step's timeline a call of the forward or backward graph takes: the number of its nodes."""
+        """Return how many ticks a call of the forward or backward graph takes, one for each node."""
         graphs = [part.backward if is_backward else part.forward for part in (self.plain, self.packed, self.in_4_bits)]
         return max(len(gm.graph.nodes) for gm in graphs if gm is not None)
 
 
 @dataclass
 class GraphCall:
-    """A call of a compiled graph, with the ticks of the timeline at which its forward and its backward began.
+    """One call of a compiled graph, with the ticks (times in the step) at which its forward and its backward began.
 
-    A backward that did not run has -1. `held`: the allocations of outputs that forward both returns and saves, by the names of their nodes.
+    `backward_at` is -1 if backward did not run. `held` has the allocations of outputs that forward both returns and saves, by names of
+    nodes.
     """
 
     graph: CapturedGraph
@@ -95,9 +96,9 @@ class GraphCall:
 
 @dataclass(frozen=True, eq=False)
 class AllPartitions(CustomPartitionerFn):
-    """A partitioner for torch.compile that splits each graph into forward and backward in the three ways of `CapturedGraph`.
+    """A partitioner for torch.compile that splits each graph in the three ways of `CapturedGraph`.
 
-    It calls `on_graph` with the result, and returns the unpacked graphs to torch.
+    It calls `on_graph` with the result, and returns to torch the graphs without packed activations.
     """
 
     on_graph: Callable[[CapturedGraph], None]
@@ -108,7 +109,7 @@ class AllPartitions(CustomPartitionerFn):
         return "paredown trace"
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return the unpacked forward and backward graph of a joint graph, after splitting it in all three ways."""
+        """Return forward and backward graph without packing, and call `on_graph` with all three splits."""
         joint = joint_graph(gm, options)
         packed = partition(gm, joint_inputs, options, on_cuda=self.on_cuda)
         saved = chains_to_save(packed[1].graph, dict.fromkeys((node.name for node in packed[0].graph.nodes), BITS))
@@ -124,7 +125,7 @@ class AllPartitions(CustomPartitionerFn):
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph module with nodes of its own, of the same names. To partition again would take several times as long."""
+    """Return a copy of a graph module with new nodes of the same names, faster than partitioning again."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.output_node().meta = dict(gm.graph.output_node().meta)
@@ -132,7 +133,7 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 class GraphCapture:
-    """The forward pass of a training step on fake tensors under torch.compile, and a record of all calls of its graphs."""
+    """Runs forward of a training step under torch.compile on fake tensors, and records calls of its graphs."""
 
     def __init__(self, step: FakeStep) -> None:
         self.step, self.calls = step, list[GraphCall]()
@@ -141,7 +142,7 @@ class GraphCapture:
         self._forms = DeviceForms(step.device, step.fakes, in_graph=True) if step.device == "cuda" else nullcontext()
 
     def __deepcopy__(self, memo: Any) -> GraphCapture:
-        """Return the same capture, since Lightning copies the arguments of torch.compile."""
+        """Return this object itself, so that Lightning can copy arguments of torch.compile that contain it."""
         return self
 
     def forward(self, arguments: Arguments) -> Any:
@@ -164,7 +165,7 @@ class GraphCapture:
 
     @contextmanager
     def _recorded_loss(self) -> Generator[None]:
-        """Return a context in which the operations of a loss in chunks are recorded, although they run between two graphs."""
+        """Return a context that records operations of a loss in chunks, which run between two graphs."""
         step = self.step
 
         @contextmanager
@@ -177,7 +178,7 @@ class GraphCapture:
 
     @contextmanager
     def _evaluated_in_forms(self) -> Generator[None]:
-        """Return a context in which Dynamo computes shapes and dtypes as on the target device."""
+        """Return a context in which Dynamo computes shapes and dtypes as on the target device of the trace."""
         run_node = dynamo_utils.run_node
 
         def run_in_forms(*args: Any, **keywords: Any) -> Any:
@@ -188,7 +189,7 @@ class GraphCapture:
             yield
 
     def _backend(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Return a function that runs the graph `gm`, which Dynamo captured, on fake tensors, after tracing and partitioning it."""
+        """Return a function that runs Dynamo's graph `gm` on fake tensors, after partitioning the graph."""
         partitioner = AllPartitions(self._on_partition, on_cuda := self.step.device == "cuda")
         patches = {"custom_partitioner_fn": partitioner, "shape_padding": on_cuda}
         outputs = self.step.head.in_graph(gm, inputs) if self.step.head is not None else None
@@ -200,9 +201,9 @@ class GraphCapture:
         self._partitioned = graph
 
     def _compile(self, gm: fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
-        """Return a function that runs a forward or backward graph on fake tensors, and records its calls.
+        """Return a function that runs the forward or backward graph `gm` on fake tensors, and records its calls.
 
-        The graph is one of forward, of backward, or without gradients.
+        A graph without gradients is treated as a forward graph.
         """
         number = options.get("graph_id")
         if options.get("is_backward"):
@@ -239,16 +240,17 @@ class GraphCapture:
         return run
 
     def _begin(self, graph: CapturedGraph, *, is_backward: bool) -> int:
-        """Advance the timeline of the step by one call of a graph, and return the tick at which the call begins."""
+        """Advance the step's timeline by one call of a graph, and return the tick at which the call begins."""
         timeline = self.step.timeline
         begin = timeline.current_tick + 1
         timeline.current_tick += graph.num_ticks(is_backward=is_backward)
         return begin
 
     def _register(self, outputs: Sequence[Any], gm: fx.GraphModule, begin: int, held: dict[str, Allocation]) -> None:
-        """Record the outputs of a graph's call, which began at the tick `begin`, as allocations of the timeline.
+        """Record the outputs of a call of `gm`, which began at the tick `begin`, as allocations.
 
-        Saved outputs are later stored as slots. `held`: allocations by the names of the nodes that forward returns, to be filled.
+        Saved outputs become slots of the trace later. `held` is filled with the allocations of outputs that are both saved and returned, by
+        node.
         """
         timeline, end = self.step.timeline, self.step.timeline.current_tick
         memory = GraphMemory(gm.graph)
@@ -280,7 +282,7 @@ def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
-    """Return the outputs of forward, where tensors that are both saved and returned are copied, so that they have separate lifetimes."""
+    """Return the outputs of forward, where tensors that are both saved and returned are copied."""
     returned = {value.untyped_storage()._cdata for value in outputs[:num_outputs] if isinstance(value, Tensor)}
     saved = [
         value.clone() if isinstance(value, Tensor) and value.untyped_storage()._cdata in returned else value
@@ -291,7 +293,7 @@ def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
 
 @contextmanager
 def _padding(device: str) -> Generator[None]:
-    """Return a context in which Inductor pads large matrix products for a GPU that is not present, without timing them."""
+    """Return a context in which Inductor pads large matrix products as on a GPU, without timing them."""
 
     def should_pad(match: Any, mat1: Tensor, mat2: Tensor, *args: Any, **keywords: Any) -> bool:
         sizes = [*mat1.shape[-2:], mat2.shape[-1]]

@@ -1,10 +1,10 @@
-"""Which tensors of a graph Inductor writes to memory, and when: `GraphMemory(graph)`.
+"""`GraphMemory(graph)` predicts which tensors of a graph Inductor writes to memory, and when.
 
 Inductor makes kernels of many operations, and values inside of a kernel take no memory. The rules here are those of its lowering and
 scheduling, in short:
 
-    views           alias what they view
-    externs         matrix products, convolutions, attention: their inputs and outputs are buffers
+    views           share the memory of the tensor that they view
+    externs         matrix products, convolutions, attention: their inputs and outputs are buffers (memory of their own)
     reductions      their outputs are buffers
     other           pointwise: a value is inlined into its readers, and read again from its own inputs in each, unless it is an output, an
                     extern reads it, or it has several readers and more than MAX_READS inputs or MAX_OPERATIONS operations
@@ -54,17 +54,17 @@ OPERATIONS = {"decode": 14, "unpack_bits": 4}  # operations in the kernel of one
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory that a kernel of a graph writes, with the times at which it is written (`birth`) and read (`reads`).
+    """Memory that a kernel of a graph writes, with the times of writing (`birth`) and reading (`reads`).
 
-    Times are places in the order of kernels. Inputs of the graph have birth -1.
+    A time is a position in the order of kernels. Inputs of the graph have birth -1.
     """
 
     node: fx.Node
     nbytes: int
     birth: int
     kind: str
-    domain: int = 0  # elements that its kernel goes over
-    axis: str = ""  # of a reduction: "rows" if it is over the last dimensions, else "columns"
+    domain: int = 0  # how many elements its kernel loops over
+    axis: str = ""  # for a reduction: "rows" if it is over the last dimensions, else "columns"
     reads: list[int] = field(default_factory=list)
     sources: list[Buffer] = field(default_factory=list)
     readers: list[Buffer] = field(default_factory=list)
@@ -75,13 +75,13 @@ class Buffer:
 
     @property
     def death(self) -> int:
-        """The last time at which the buffer holds memory of its own."""
+        """Return the last time at which the buffer holds memory of its own."""
         return max([self.birth, *self.reads]) - self.is_reused
 
 
 @dataclass(eq=False)
 class GraphValue:
-    """The value of a node of a graph: in `buffer`, or, if that is None, each kernel that reads it computes it again from `sources`."""
+    """The value of a node of a graph, in `buffer`, or, if that is None, computed again by each reader."""
 
     node: fx.Node
     buffer: Buffer | None = None
@@ -94,7 +94,7 @@ class GraphValue:
 
 
 class GraphMemory:
-    """The buffers that Inductor allocates for a graph, with the times at which they are written and read."""
+    """The buffers that Inductor allocates for a graph, with the times at which kernels write and read them."""
 
     def __init__(self, graph: fx.Graph, *, on_cuda: bool = False) -> None:
         self._on_cuda, self._keeps_layout = on_cuda, keeps_layout(graph)
@@ -109,19 +109,19 @@ class GraphMemory:
         self._reuse()
 
     def of(self, node: fx.Node) -> Buffer | None:
-        """Return the buffer in which a node's values are stored; None if every kernel that reads them computes them itself."""
+        """Return the buffer that stores a node's values; None if every kernel that needs them computes them itself."""
         value = self._values.get(node)
         return value.buffer if isinstance(value, GraphValue) else None
 
     def reads(self, node: fx.Node) -> list[int]:
-        """Return the times at which kernels read a node's buffer, or repeat its operations."""
+        """Return the times at which kernels read a node's buffer or, if it has none, compute its values."""
         buffer = self.of(node)
         if buffer is not None:
             return buffer.reads
         return self._reads_behind(node, skips_booleans=False)
 
     def value_reads(self, node: fx.Node) -> list[int]:
-        """Return the times of kernels that need the values of a node for more than a boolean result, such as that of a comparison."""
+        """Return the times of kernels that need a node's values, and not only comparisons of them."""
         return self._reads_behind(node, skips_booleans=True)
 
     def _reads_behind(self, node: fx.Node, *, skips_booleans: bool) -> list[int]:
@@ -198,7 +198,7 @@ class GraphMemory:
         return value
 
     def _is_stored(self, value: GraphValue, node: fx.Node) -> bool:
-        """Return whether Inductor writes a pointwise value to memory."""
+        """Return whether Inductor writes the value of a pointwise operation to memory."""
         users, num_reads = list(readers_of(node)), len(value.sources)
         if num_reads > MAX_ACCUMULATED_READS or any(user.op == "output" for user in users):
             return True
@@ -208,7 +208,7 @@ class GraphMemory:
         return is_needed or num_reads > MAX_READS or value.operations > MAX_OPERATIONS
 
     def _realize(self, value: GraphValue, at: int) -> Buffer:
-        """Return the buffer of a value that is read at time `at`; if it has none, allocate one."""
+        """Return the buffer of a value that is read at the time `at`; allocate one if the value has none."""
         if value.buffer is None:
             made = self._buffered(value.node, value.node.meta.get("val"), "pointwise", value.sources, at)
             value.buffer = made.buffer
@@ -236,7 +236,7 @@ class GraphMemory:
     # --- kernels ---
 
     def _schedule(self) -> None:
-        """Set the times at which buffers are written and read, by the order of the kernels."""
+        """Set the times at which buffers are written and read, from the order of the kernels."""
         order = kernel_order(self.buffers)
         self.num_kernels = len(set(order.values()))
         for buffer in self.buffers:
@@ -248,7 +248,7 @@ class GraphMemory:
         self.buffers = [buffer for buffer in self.buffers if not buffer.is_removed and buffer.nbytes]
 
     def _reuse(self) -> None:
-        """Make kernels write their outputs over inputs of the same size that nothing reads later."""
+        """Mark buffers over which the last kernel that reads them writes its own output of the same size."""
         by_birth: dict[int, list[Buffer]] = {}
         for buffer in self.buffers:
             by_birth.setdefault(buffer.birth, []).append(buffer)
@@ -275,19 +275,19 @@ def _is_over_last_dimensions(node: fx.Node) -> bool:
 
 
 def _domain(node: fx.Node, result: Any, kind: str) -> int:
-    """Return how many elements the kernel of a node loops over."""
+    """Return the number of elements that the kernel of a node loops over."""
     value = node.all_input_nodes[0].meta.get("val") if kind == "reduction" and node.all_input_nodes else result
     return prod(hint(size) for size in value.shape) if isinstance(value, Tensor) else 0
 
 
 def _flash_workspace(query: Any) -> int:
-    """Return the bytes of workspace that flash attention allocates in backward for the queries of this node."""
+    """Return the bytes of workspace of flash attention's backward; `query` is the node of its queries."""
     num, heads, length, width = (hint(size) for size in query.meta["val"].shape)
     return 4 * num * heads * round_up(length, FLASH_ROWS) * (1 + round_up(width, FLASH_COLUMNS))
 
 
 def _loss_scratch(node: fx.Node) -> int:
-    """Return the bytes that the operator of a loss in chunks allocates beside its inputs and results."""
+    """Return the bytes that the operator of a loss computed in chunks allocates beside its inputs and results."""
     values = [arg.meta["val"] if isinstance(arg, fx.Node) else None for arg in node.args[:-1]]
     tensors = tuple((tuple(hint(size) for size in v.shape), v.dtype) if v is not None else None for v in values)
     return scratch_bytes(name_of(node), tensors, str(node.args[-1]))
@@ -296,9 +296,10 @@ def _loss_scratch(node: fx.Node) -> int:
 def _transposed_bytes(node: fx.Node) -> int:
     """Return the bytes of channels_last copies that cuDNN makes of a 16-bit convolution's operands.
 
-    Forward: of input and output. Backward: of the output's gradient and the input, then of the output's gradient and the input's.
-    Measured for the U-Net of bench_compile.py on one H200: 0.086 GiB where this is 0.078. Measured peaks of the 3-D U-Net of bench_zoo.py
-    are 0.29 GiB (plain) and 0.70 (8 bits) above the buffers of Inductor's code, where this is 0.31 and 0.72.
+    In forward it copies the input and the output; in backward the output's gradient and the input, and then the output's gradient and the
+    input's gradient. Measured for the U-Net of bench_compile.py on one H200: 0.086 GiB where this function returns 0.078. Measured peaks of
+    the 3-D U-Net of bench_zoo.py are 0.29 GiB (plain) and 0.70 (8 bits) above the buffers of Inductor's code; this function returns 0.31
+    and 0.72.
     """
     arguments: Any = fx.map_arg(node.args, lambda i: i.meta["val"])
     result: Any = node.meta.get("val")
@@ -308,7 +309,7 @@ def _transposed_bytes(node: fx.Node) -> int:
 
 
 def _nbytes(value: Any) -> int:
-    """Return the bytes of a tensor's memory, including gaps between its strides."""
+    """Return the bytes of a tensor's memory, including gaps between its strides; 0 for other values."""
     if not isinstance(value, Tensor):
         return 0
     sizes = [(hint(size), hint(stride)) for size, stride in zip(value.shape, value.stride(), strict=True)]
@@ -322,9 +323,9 @@ def _nbytes(value: Any) -> int:
 
 @dataclass(eq=False)
 class Kernel:
-    """The buffers that one kernel of a graph writes.
+    """One kernel of a graph, which writes `buffers`; Inductor may fuse it with another kernel.
 
-    `first`: the index of its first buffer in the graph. `domain`: how many elements it goes over, 0 if it cannot be fused.
+    `first` is the index of its first buffer in the graph. `domain` is the number of elements that it loops over, 0 if it cannot be fused.
     """
 
     buffers: list[Buffer]
@@ -333,7 +334,7 @@ class Kernel:
     axis: str
 
     def can_join(self, other: Kernel) -> bool:
-        """Return whether Inductor could fuse this kernel with another, as far as sizes tell."""
+        """Return whether Inductor could fuse this kernel with `other`, apart from cycles of dependencies."""
         if not self.domain or self.domain != other.domain or (self.axis and other.axis and self.axis != other.axis):
             return False
         if abs(self.first - other.first) > MAX_DISTANCE or len(self.buffers) + len(other.buffers) > MAX_FUSED:
@@ -343,7 +344,7 @@ class Kernel:
 
 
 class Kernels:
-    """The kernels of a graph, joined step by step as Inductor fuses them."""
+    """The kernels of a graph, which are joined step by step in the way in which Inductor fuses them."""
 
     def __init__(self, buffers: list[Buffer]) -> None:
         is_alone = [buffer.kind in ("extern", "scatter") for buffer in buffers]
@@ -356,7 +357,7 @@ class Kernels:
             self.of[buffer] = kernel
 
     def join_all(self, buffers: list[Buffer]) -> None:
-        """Fuse kernels that read or write the same memory, the pairs that share most bytes first, unless a cycle would result."""
+        """Fuse kernels that share memory, the pairs that share most bytes first, if no cycle results."""
         for _, one, two in sorted(_pairs(buffers), key=lambda pair: -pair[0]):
             a, b = self.of[one], self.of[two]
             if a is not b and a.can_join(b) and not (self._reaches(a, b) or self._reaches(b, a)):
@@ -364,12 +365,12 @@ class Kernels:
                 self.of.update(dict.fromkeys(b.buffers, a))
 
     def sources(self, kernel: Kernel) -> list[Kernel]:
-        """Return the kernels whose buffers a kernel reads."""
+        """Return the other kernels that write buffers which `kernel` reads."""
         found = dict.fromkeys(self.of[s] for b in kernel.buffers for s in b.sources if s in self.of)
         return [other for other in found if other is not kernel]
 
     def _reaches(self, start: Kernel, end: Kernel) -> bool:
-        """Return whether kernel `end` depends on the results of kernel `start`, possibly through other kernels."""
+        """Return whether kernel `end` depends on results of kernel `start`, directly or through other kernels."""
         stack, seen = [k for k in self.sources(end) if k is not start], set[Kernel]()
         while stack:
             kernel = stack.pop()
@@ -382,7 +383,7 @@ class Kernels:
 
 
 def _pairs(buffers: list[Buffer]) -> Iterator[tuple[int, Buffer, Buffer]]:
-    """Yield pairs of buffers that one kernel may write, with the bytes that they share."""
+    """Yield (shared bytes, buffer, buffer) for each pair of buffers that one kernel could write."""
     sources = dict.fromkeys(source for buffer in buffers for source in buffer.sources)
     for shared in sources:
         users = [b for b in (shared, *shared.readers) if b.kind in ("pointwise", "reduction")]
@@ -391,7 +392,7 @@ def _pairs(buffers: list[Buffer]) -> Iterator[tuple[int, Buffer, Buffer]]:
 
 
 def kernel_order(buffers: list[Buffer]) -> dict[Buffer, int]:
-    """Return the position of each buffer's kernel in the order in which kernels run."""
+    """Return the position of the kernel of each buffer in the order in which kernels run."""
     kernels = Kernels(buffers)
     kernels.join_all(buffers)
     placed: dict[Kernel, int] = {}
@@ -407,9 +408,9 @@ def kernel_order(buffers: list[Buffer]) -> dict[Buffer, int]:
 
 
 def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...], settings: str) -> int:
-    """Return the bytes that the operator `name` of a loss in chunks allocates at most beside its inputs and results.
+    """Return the most bytes that the operator `name` of a loss in chunks allocates beside its results.
 
-    They come from a run on fake tensors of these shapes and dtypes. `settings`: the operator's settings as text (`OperatorSettings`).
+    They are measured by running the operator on fake tensors of these shapes and dtypes. `settings` is the text of its `OperatorSettings`.
     """
     device = OperatorSettings.parse(settings).device
     return _scratch_bytes(name, tensors, settings, (CHUNK_BYTES.get(device), KERNEL_DEVICES.get(device)))
@@ -417,7 +418,7 @@ def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] 
 
 @lru_cache(maxsize=64)
 def _scratch_bytes(name: str, tensors: tuple[Any, ...], settings: str, constants: tuple[Any, ...]) -> int:
-    """Return the result of `scratch_bytes`; `constants` are those of the loss that it depends on, as part of the cache's key."""
+    """Return the result of `scratch_bytes`; `constants` is only part of the cache's key."""
     device, fakes = OperatorSettings.parse(settings).device, FakeTensors()
     timeline = Timeline(lambda: "", device=device)
     with fakes.mode, torch.no_grad():

@@ -1,10 +1,10 @@
 """Records when each tensor that autograd saves would be packed, decoded and released, by packing hooks on a step of fake tensors.
 
-In a traced step, every saved tensor that can be packed is: the fake tensor is dropped, and a new one is allocated when backward unpacks
-it. So one step records when the original is freed if only its packed copy is stored, and `footprint` can replay the step under any
-plan. The units of storage are those of a session: one `SavedStorage` for each storage and version (or for a view that is a small part
-of its storage), with one `StoredPart` for each use. Weights, and casts of weights, are recorded in the same way: where a weight is
-stored packed, backward gets it decoded.
+In a traced step, every saved tensor that can be packed is packed: the fake tensor is dropped, and a new one is allocated when backward
+unpacks it. So one step records when the original is freed if only its packed copy is stored, and `footprint` can replay the step under any
+plan. The units of storage are those of a session: one `SavedStorage` for each storage and version (or for a view that is a small part of
+its storage), with one `StoredPart` for each use. Weights, and casts of weights, are recorded in the same way: if a weight is stored packed,
+backward gets it decoded.
 
 What an operation's backward needs of the tensors that it saves is the table of autograd/operations.py.
 """
@@ -40,7 +40,7 @@ OUTSIDE = "it is outside of the model"
 class StoredPart:
     """The packed data of a saved tensor for one use in backward, and how often autograd holds it (`handles`).
 
-    `packed`, `released`: the ticks at which it is packed and freed. `bound`: all integers are below it; None if unknown.
+    `packed` and `released` are the ticks at which it is packed and freed. Integers are all below `bound`, which is None if unknown.
     """
 
     use: Use
@@ -53,7 +53,7 @@ class StoredPart:
 
 @dataclass(eq=False)
 class SavedStorage:
-    """A storage that operations saved for backward, or a small view of one, which becomes a slot of the trace."""
+    """A storage that operations saved for backward, or a small view of a storage; it becomes one slot of the trace."""
 
     allocation: Allocation
     shape: tuple[int, ...]
@@ -69,17 +69,17 @@ class SavedStorage:
 
     @property
     def packable_bytes(self) -> int:
-        """The bytes of the values that a plan could pack."""
+        """Return the bytes of the unpacked values that a plan could pack."""
         return self.numel * self.dtype.itemsize
 
     @property
     def becomes_result(self) -> bool:
-        """Whether a session multiplies in place in the decoded copy, so that the product needs no memory."""
+        """Return whether a session multiplies in place in the decoded copy of this tensor."""
         return self.in_second_pass and [saver.op for saver in self.savers] == ["mul"]
 
     @property
     def first(self) -> int:
-        """The index of the operation that names the slot: the first one that needs the values, otherwise 0."""
+        """Return the index of the operation that names the slot: the first that needs the values, else 0."""
         return next((i for i, saver in enumerate(self.savers) if saver.use is Use.VALUE), 0)
 
 
@@ -95,7 +95,7 @@ class SavedHandle:
         part.handles += 1
 
     def tensor(self) -> Tensor:
-        """Return a tensor for backward in place of the saved one: the last decoded copy, or a new one."""
+        """Return a tensor that backward gets in place of the saved one: the last decoded copy, or a new one."""
         return self._recorder.decode(self.unit, self._part).as_strided(*self._view)
 
     def __del__(self) -> None:
@@ -104,7 +104,7 @@ class SavedHandle:
 
 
 class Recorder:
-    """Records when each tensor that autograd saves in a fake step would be packed, decoded and freed."""
+    """A recorder of when each tensor that autograd saves in a fake step would be packed, decoded and freed."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -141,7 +141,7 @@ class Recorder:
             self._pack(saved, saved.tensor, use, unit)
 
     def second_pass(self) -> Store:
-        """Return a function that records what a checkpointed layer saves when backward runs it again."""
+        """Return a function that records the tensors that a layer saves when its forward runs again."""
         return self._saved_again
 
     def _saved_again(self, saved: Saved) -> SavedHandle | None:
@@ -153,7 +153,7 @@ class Recorder:
         return captured.packed
 
     def entered(self, path: str, args: Any) -> None:
-        """Record the arguments of a module: if it were checkpointed, they would be stored until backward."""
+        """Record the arguments of a module call, which would be stored if the module were checkpointed."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         for number, tensor in enumerate(tensors):
             allocation = self.timeline.find(tensor) if tensor.requires_grad else None
@@ -173,21 +173,21 @@ class Recorder:
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
     def weight_parts(self, allocation: Allocation | None, end: int) -> tuple[Part, ...]:
-        """Return when backward needs the weight, or cast of a weight, in this allocation decoded, as one part; empty if it does not.
+        """Return a `Part` with the times at which backward needs a weight decoded; () if it never does.
 
-        `end`: the last tick of the step.
+        `end` is the last tick of the step.
         """
         saved = self.weights.get(allocation) if allocation is not None else None
         return () if saved is None else (_part(saved[1], end),)
 
     def end_forward(self) -> None:
-        """Mark the saved tensors to which other code refers after forward: packing them would not free memory."""
+        """Mark saved tensors that other code holds after forward: packing them would free no memory."""
         for unit in self.units:
             if unit.allocation.death is None and not unit.stays:
                 unit.stays = HELD
 
     def leave_small(self) -> None:
-        """Mark the smallest saved tensors, which sessions on a GPU leave unmodified."""
+        """Mark the smallest saved tensors as not packable, since sessions on a GPU leave them unmodified."""
         units = [unit for unit in self.units if not unit.stays and not unit.in_second_pass]
         largest = max_left_bytes([unit.packable_bytes for unit in units])
         for unit in units:
@@ -206,12 +206,12 @@ class Recorder:
         return unit
 
     def _is_signed_by(self, node: Any, unit: SavedStorage) -> bool:
-        """Return whether the ReLU with this autograd node (None: no ReLU) saved this storage."""
+        """Return whether the ReLU with the autograd node `node` (None: no ReLU) saved the storage `unit`."""
         entry = self._sources.get(node._sequence_nr()) if node is not None else None
         return entry is not None and entry[0] is node and entry[1] is unit
 
     def _source(self, saved: Saved, unit: SavedStorage) -> SavedStorage | None:
-        """Return the saved storage from which a session would recompute `saved` in backward; None if there is none."""
+        """Return the storage from which a session would recompute the tensor `saved`; None if there is none."""
         tensor = saved.tensor
         rematerialization = rematerialization_of(tensor) if tensor is not None and unit.is_whole else None
         while tensor is not None and rematerialization is not None:
@@ -237,7 +237,7 @@ class Recorder:
         return origin
 
     def _source_of(self, node: Any) -> tuple[Any, SavedStorage, torch.Size, tuple[int, ...]] | None:
-        """Return the operand that a node saved, as (node, storage, size, strides); None if it is not stored."""
+        """Return the stored operand that a node saved, as (node, storage, size, strides); None if it is not stored."""
         handle = stored_operand(node)
         return (node, handle.unit, *handle.layout) if handle is not None else self._sources.get(node._sequence_nr())
 
@@ -251,9 +251,9 @@ class Recorder:
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
     def decode(self, unit: SavedStorage, part: StoredPart) -> Tensor:
-        """Return a flat fake tensor in place of the decoded values of a stored part.
+        """Return a flat fake tensor that stands for the decoded values of packed data.
 
-        While a decoded copy of values is live, it is returned again; bits and integers are decoded for each use.
+        If a decoded copy of values is still live, that copy is returned; bits and integers are decoded anew for each use.
         """
         last = part.decoded[-1] if part.decoded else None
         if last is not None and last.death is None and part.use is Use.VALUE:
@@ -267,12 +267,12 @@ class Recorder:
 
 
 def _is_float_mask(saved: Saved, allocation: Allocation) -> bool:
-    """Return whether a saved tensor is the mask of dropout on the CPU: random bits stored as floats, without a gradient."""
+    """Return whether a saved tensor is the mask of dropout on the CPU, random bits stored as floats."""
     return saved.op == "mul" and allocation.op == RANDOM_BITS and saved.tensor is not None and not saved.tensor.requires_grad
 
 
 def reason_not_packed(saved: Saved, unit: SavedStorage) -> str:
-    """Return why no plan can pack a saved tensor; "" if a plan can."""
+    """Return the reason why no plan can pack a saved tensor; "" if a plan can."""
     itemsize = unit.dtype.itemsize
     if unit.numel < MIN_PACKED_NUMEL:
         return f"it has fewer than {MIN_PACKED_NUMEL} values"
@@ -289,9 +289,9 @@ def reason_not_packed(saved: Saved, unit: SavedStorage) -> str:
 
 
 def slots_of(recorder: Recorder, names: dict[Allocation, str], end: int) -> list[Slot]:
-    """Return a slot for each saved storage and for each cast of a weight that backward needs.
+    """Return a slot for each saved storage, and for each cast of a weight that backward needs.
 
-    `names` maps the allocations of weights to their names. `end`: the last tick of the step.
+    `names` maps the allocations of weights to their names. `end` is the last tick of the step.
     """
     numbers: dict[Allocation, int] = {}
     slots = [_slot(unit, numbers.setdefault(unit.allocation, len(numbers)), end) for unit in recorder.units]
@@ -318,7 +318,7 @@ def slots_of(recorder: Recorder, names: dict[Allocation, str], end: int) -> list
 
 
 def held_slots(held: Iterable[Allocation], end: int) -> list[Slot]:
-    """Return a slot for each tensor that lives when backward begins and that autograd's graph does not hold."""
+    """Return a slot for each tensor that is live when backward begins, but that autograd's graph does not hold."""
     counts: Counter[str] = Counter()
     slots: list[Slot] = []
     for number, allocation in enumerate(held):
@@ -373,7 +373,7 @@ def _slot(unit: SavedStorage, number: int, end: int) -> Slot:
 def _baseline_death(dropped: int, parts: tuple[Part, ...]) -> int:
     """Return the tick at which a saved tensor is freed in the baseline, where nothing is packed.
 
-    `dropped`: the tick at which the original is freed if it is packed.
+    `dropped` is the tick at which the original is freed if it is packed.
     """
     return max([dropped, *(part.released for part in parts), *(end for part in parts for _, end in part.decoded)])
 

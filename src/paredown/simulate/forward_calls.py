@@ -1,4 +1,4 @@
-"""Follows the operations of a forward pass: an `OperationListener` is called for every output of an operation, with the name of its slot.
+"""`ForwardCalls` names every output of an operation in a forward pass, and calls an `OperationListener` with it.
 
     layer3.0.conv1:output     the output of `layer3.0.conv1`, a module of torch.nn without children
     encoder.3:add.output      a sum in the forward of `encoder.3`; the second one is `encoder.3:add#2.output`
@@ -43,7 +43,7 @@ MOVES = frozenset(
         *("pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
     )
 )
-READS = frozenset(("get", "set", "delete"))  # attributes of tensors
+READS = frozenset(("get", "set", "delete"))  # accesses to attributes of tensors
 SAME_OP = {
     **dict.fromkeys(("conv_transpose", "convolution"), "conv"),
     **dict.fromkeys(("mm", "addmm"), "linear"),
@@ -63,7 +63,7 @@ CROSS_ENTROPY = torch._C._nn.cross_entropy_loss
 
 @dataclass(eq=False, slots=True)
 class OperandSource:
-    """One input of an operation: the value attached to the tensor, and the autograd edge of its gradient."""
+    """One input of an operation: the value that a listener attached to it, and the autograd edge of its gradient."""
 
     value: Any
     edge: tuple[Any, int]  # autograd node, and the number of its output
@@ -73,7 +73,7 @@ class OperandSource:
 class ForwardOperation:
     """One call of an operation: name, inputs, and the number of its first autograd node."""
 
-    name: str  # of its slots, without "output"
+    name: str  # of its outputs, without "output" at the end
     op: str
     sources: list[OperandSource]
     weights: list[nn.Parameter]
@@ -81,7 +81,7 @@ class ForwardOperation:
     num_unknown: int = 0  # float inputs that are neither values nor weights
 
     def output_name(self, number: int) -> str:
-        """Return the slot name of an output of this operation."""
+        """Return the name of output `number` of this operation, by which plans refer to it."""
         return f"{self.name}output{number if number > 1 else ''}"
 
 
@@ -98,10 +98,12 @@ class OperationListener(ABC):
 
     @abstractmethod
     def made(self, operation: ForwardOperation, out: Tensor, number: int) -> Any:
-        """Process output `number` of an operation, which may be changed in place, and return the value to attach to it."""
+        """Process `out`, output `number` of an operation, in place if needed, and return the value to attach to it."""
 
     def moved(self, value: Any, out: Tensor, name: str) -> tuple[Any, Tensor]:
-        """Process a view or copy of a value (its part `name`, or all for ""), and return its value and the tensor to use."""
+        """Return the value and the tensor to use for `out`, which is a view or a copy of a tensor with `value`.
+
+        A slice has a `name`, by which plans refer to it; for a tensor with all elements `name` is empty."""
         return value, out
 
 
@@ -133,7 +135,7 @@ def is_weight(tensor: Tensor) -> bool:
 
 
 def replace_tensors(values: Any, by: Callable[[Any], Tensor], kind: type[Tensor] = nn.Parameter) -> Any:
-    """Return the same nested containers with `by(tensor)` for each parameter, or with `kind=Tensor` for each tensor."""
+    """Return nested containers with `by(tensor)` in place of each parameter, or of each tensor for `kind=Tensor`."""
     if isinstance(values, Tensor):
         return by(values) if kind is Tensor or is_weight(values) else values
     if isinstance(values, dict):
@@ -143,7 +145,7 @@ def replace_tensors(values: Any, by: Callable[[Any], Tensor], kind: type[Tensor]
 
 @cache
 def op_of(func: Any) -> str:
-    """Return the name of an operation, equal for its variants: conv1d and conv2d are "conv"; `+`, add and add_ are "add".
+    """Return the name of an operation, equal for variants: conv1d and conv2d are "conv"; `+`, add and add_ are "add".
 
     >>> [op_of(f) for f in (nn.functional.conv2d, Tensor.__iadd__, Tensor.relu_, nn.functional.avg_pool2d)]
     ['conv', 'add', 'relu', 'avg_pool']
@@ -158,7 +160,7 @@ def op_of(func: Any) -> str:
 
 @cache
 def without_mode_check(func: FunctionType) -> Callable[..., Any]:
-    """Return a copy of a Python function of torch whose inner calls a function mode can see."""
+    """Return a copy of a Python function of torch that lets a TorchFunctionMode see the functions that it calls."""
     checks = {name: lambda *_: False for name in func.__globals__ if CHECKS.fullmatch(name)}
     unchecked = FunctionType(func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__, func.__closure__)
     unchecked.__kwdefaults__ = func.__kwdefaults__
@@ -170,14 +172,14 @@ def without_mode_check(func: FunctionType) -> Callable[..., Any]:
 
 @dataclass(eq=False, slots=True)
 class Frame:
-    """A module whose forward is running, with counts of its operations by name."""
+    """A module whose forward is running, with the number of calls of each operation in it so far."""
 
     path: str
     is_plain_leaf: bool
     counts: dict[str, int] = field(default_factory=dict)
 
     def prefix(self, op: str) -> str:
-        """Count an operation, and return the part of its slot name before the operand, such as "encoder.3:add#2."."""
+        """Count a call of `op`, and return the beginning of the names of its outputs, such as "encoder.3:add#2."."""
         self.counts[op] = count = self.counts.get(op, 0) + 1
         if self.is_plain_leaf and len(self.counts) == 1 and count == 1:
             return f"{self.path}:"
@@ -186,7 +188,7 @@ class Frame:
 
 @final
 class ForwardCalls(TorchFunctionMode):
-    """A function mode that calls a listener for each operation of a forward pass, with slot names."""
+    """A TorchFunctionMode that calls a listener for each operation of a forward pass, with names of its outputs."""
 
     def __init__(self, model: nn.Module, listener: OperationListener) -> None:
         super().__init__()
@@ -340,7 +342,7 @@ def _split_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Callable[[], Tensor] | None:
-    """Return a function of log_softmax and nll_loss, as torch computes cross entropy; None for soft targets."""
+    """Return a function that computes cross entropy by log_softmax and nll_loss; None for soft targets."""
     if target.is_floating_point() or label_smoothing > 0:
         return None
     name = ("none", "mean", "sum")[int(reduction)]

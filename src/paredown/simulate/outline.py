@@ -1,6 +1,6 @@
-"""The tensors of one training step as the mixed-precision papers count them: an output for every operation, saved or not.
+"""`outline` lists the values of a training step: the model's inputs and the output of every operation, saved or not.
 
-`outline` runs the forward pass and the loss once on fake tensors. An `OutlineValue` is an input of the model or the output of an operation,
+It runs the forward pass and the loss once on fake tensors. An `OutlineValue` is an input of the model or the output of an operation,
 in place or not; in backward it has a gradient of the same size. A value has its own name and those under which operations save it, so that
 a plan's rule for `conv2:input` also matches `relu1:output`.
 
@@ -34,7 +34,7 @@ PART = "part"
 
 @dataclass(frozen=True)
 class OutlineValue:
-    """One value in a step, which is an input of the model or an output of an operation, and the values that it is computed from."""
+    """An input of the model or an output of an operation; `sources` are indices of the values it is computed from."""
 
     name: str
     op: str
@@ -42,7 +42,7 @@ class OutlineValue:
     sources: tuple[int, ...] = ()
     weights: tuple[str, ...] = ()
     saved_as: tuple[str, ...] = ()
-    num_uses: int = 0  # operations that have it as an input
+    num_uses: int = 0  # operations that have the value as an input
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ class Outline:
 
     @cached_property
     def users(self) -> dict[int, list[int]]:
-        """The indices of the values that are computed from each value."""
+        """For the index of each value, the indices of the values that are computed from it."""
         users: dict[int, list[int]] = {index: [] for index in range(len(self.values))}
         for index, value in enumerate(self.values):
             for source in value.sources:
@@ -72,7 +72,7 @@ class Outline:
         return users
 
     def slots(self) -> list[tuple[tuple[str, ...], Role]]:
-        """Return the names and the role of every slot, in the form that `Plan.check` takes."""
+        """Return (names, role) of every tensor of the step to which a plan may give a format, for `Plan.check`."""
         pairs = [(value.names, role) for value in self.values for role in (Role.ACTIVATION, Role.ERROR)]
         roles = (Role.WEIGHT, Role.FROZEN, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2, Role.MASTER)
         return [*pairs, *(((name,), role) for name in self.weights for role in roles)]
@@ -84,7 +84,7 @@ class Outline:
 
 
 def outline(model: nn.Module, batch: Any, *, loss: Callable[..., Tensor] | None = None) -> Outline:
-    """Return the values of one step of `model` on `batch`, a tuple of arguments, which ends with the target if `loss` is given."""
+    """Return the values of one step of `model` on `batch`: its arguments, and last the target if `loss` is given."""
     check_model(model)
     parts = batch if isinstance(batch, tuple) else (batch,)
     args, targets = (parts[:-1], parts[-1:]) if loss is not None else (parts, ())
@@ -94,7 +94,7 @@ def outline(model: nn.Module, batch: Any, *, loss: Callable[..., Tensor] | None 
 def of_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[[Any, FakeTensors], Any] | None = None
 ) -> Outline:
-    """Return the outline of one call of `model` in training, and of `after(output, fakes)` if that is given."""
+    """Return the values that one call of `model` in training computes, and those of a loss, `after(output, fakes)`."""
     fakes = FakeTensors()
     with with_fake_tensors(model, fakes):
         if not torch.is_grad_enabled():
@@ -147,7 +147,7 @@ class OutlineListener(OperationListener):
         return self._add(out, name=operation.output_name(number), op=operation.op, sources=sources, weights=weights)
 
     def moved(self, value: int, out: Tensor, name: str) -> tuple[int, Tensor]:
-        """Record a view or copy of a value under the same index; a part of a value gets a new index."""
+        """Record `out`, a view or copy of a value, under the index of the value; a slice of it gets a new index."""
         self._kept.append(out)
         self._by_storage.setdefault(out.untyped_storage()._cdata, value)
         return self._add(out, name=name, op=PART, sources=(value,), weights=()) if name else value, out

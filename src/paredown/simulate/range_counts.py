@@ -1,6 +1,6 @@
 """Counts how many values of each slot leave the range of their format when a simulated session rounds them.
 
-Of the values of a slot, each count has those that are finite before rounding and
+A slot is one tensor of the step. Each count is the number of its values that are finite before rounding and
 
     underflows   are not 0 and smaller than the smallest normal value of the format: they have fewer significant bits, or none
     flushed      are not 0 and become 0
@@ -29,15 +29,15 @@ from paredown.roles import Role
 from paredown.tables import TableRows
 
 ALWAYS, EVERY = 8, 16  # forward passes
-MIN_PASSES = 3  # counted before a warning
-LITTLE = 0.5  # of the magnitude: a slot that keeps less has lost its signal
-MOST_CHARS = 40  # of a format in a table
+MIN_PASSES = 3  # counted passes before a warning
+LITTLE = 0.5  # share of the magnitude: a tensor that keeps less has lost its signal
+MOST_CHARS = 40  # of the text of a format in a printed table
 GRADIENTS = (Role.ERROR, Role.GRADIENT)
 
 
 @dataclass(frozen=True)
 class SlotCounts:
-    """The counts of values of one slot that left the range of its format when they were rounded."""
+    """Counts of the values of a tensor (slot) that left the range of `format` when they were rounded."""
 
     slot: str
     role: Role
@@ -56,7 +56,7 @@ class SlotCounts:
 
 
 class RangeCounts(TableRows[SlotCounts]):
-    """The counts of all slots, printed as a table with the slots that lost most first."""
+    """The counts of all slots (tensors of the step), printed as a table with the slots that lost most first."""
 
     __slots__ = ()
     columns = ("slot", "role", "format", "values", "underflows", "flushed", "saturated", "nonfinite", "kept")
@@ -70,7 +70,7 @@ class RangeCounts(TableRows[SlotCounts]):
 
 
 class RangeCounter:
-    """Adds up how many values of each slot leave the range of their format, on the device."""
+    """Adds up, on the device, how many values of each tensor of a step (slot) leave the range of their format."""
 
     def __init__(self) -> None:
         self.is_on = self.has_new = False  # has_new: a pass was counted after `new_warnings` read the counts
@@ -90,12 +90,12 @@ class RangeCounter:
         self.__init__()
 
     def add(self, number: int, format: Format, before: Tensor, after: Tensor) -> None:
-        """Count the values of a slot that rounding from `before` to `after` has changed."""
+        """Count how many values of tensor `number` left the range of `format` when `before` became `after`."""
         sums, key = _sums(before.detach().float(), after.detach().float(), format), (number, format)
         self._rows[key] = sums if key not in self._rows else self._rows[key].to(sums.device) + sums
 
     def counts(self, slots: Iterable[tuple[int, str, Role]]) -> RangeCounts:
-        """Return the counts of these slots; this synchronizes with the device."""
+        """Return the counts of `slots`, each (number, name, role); this synchronizes with the device."""
         named = {number: (key, role) for number, key, role in slots}
         rows: list[SlotCounts] = []
         for (number, format), sums in self._rows.items():
@@ -105,7 +105,7 @@ class RangeCounter:
         return RangeCounts(sorted(rows, key=lambda row: row.kept))
 
     def new_warnings(self, slots: Iterable[tuple[int, str, Role]]) -> list[str]:
-        """Return a warning for each role of gradients that lost most of its magnitude, once for each role, after a counted pass."""
+        """Return a warning, only once per role, for gradients whose rounding lost more than half of their magnitude."""
         if not self.has_new or self.num_counted < MIN_PASSES or len(self._warned) == len(GRADIENTS):
             return []
         self.has_new = False
@@ -131,8 +131,6 @@ def _sums(x: Tensor, y: Tensor, format: Format) -> Tensor:
 def _range(format: Format) -> tuple[float, float, float]:
     """Return the limits between which values of a format do not saturate, and its smallest normal magnitude.
 
-    `smallest` is the smallest normal magnitude.
-
     >>> _range(Format.parse("e4m3fn")), _range(Format.parse("uint8"))
     ((-464.0, 464.0, 0.015625), (-0.5, 255.5, 1.0))
     """
@@ -147,7 +145,7 @@ def _range(format: Format) -> tuple[float, float, float]:
 
 
 def _brief(format: Format) -> str:
-    """Return a short text of a format, also if it is a table of many values.
+    """Return a short text of a format, which for a table of many values has their number and range.
 
     >>> _brief(Format.parse("[-1 0 1]")), _brief(Format.parse("[" + " ".join(str(k) for k in range(-99, 100)) + "]/64@bf16"))
     ('[-1 0 1]', '[199 values from -99 to 99]/64@bf16')

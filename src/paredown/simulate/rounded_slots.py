@@ -1,10 +1,10 @@
-"""The slots of a simulated session: the format that each is rounded to, and the promotion of slots that overflow.
+"""`RoundedSlots` rounds the slots of a simulated session (its tensors), and gives wider formats to those that overflow.
 
 Every slot has a number. On a GPU the formats are rows of a `RuntimeFormatTable` on the device, as are the number of forward passes and the
 counts of overflows: rounding reads nothing from the host, so that one captured CUDA graph serves every format and continues to count.
 
 Promotion (of "Training with Mixed-Precision Floating-Point Assignments"): each training pass measures, for every activation and weight, the
-share of values above the largest value of its format. Once that reaches `share`, the slot has the assignment of the plan `raised` for the
+share of values above the largest value of its format. Once that reaches `share`, the slot has the format of the plan `raised` for the
 rest of training.
 """
 
@@ -48,7 +48,7 @@ FORWARD = (Role.ACTIVATION, Role.WEIGHT)  # roles that can be promoted
 
 
 class Promotion(NamedTuple):
-    """The change of a slot to a wider format, after this many forward passes, because values had overflowed."""
+    """The change of `slot` to a wider format in pass `forward`, because a fraction `share` of its values overflowed."""
 
     slot: str
     forward: int
@@ -57,7 +57,7 @@ class Promotion(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class RoundedSlot:
-    """A slot in a simulated session: its format, and the wider format `raised` that it is promoted to after an overflow."""
+    """A tensor that a simulated session rounds: its format, and the wider one (`raised`) that it gets on overflow."""
 
     number: int
     names: tuple[str, ...]
@@ -68,29 +68,29 @@ class RoundedSlot:
 
     @property
     def key(self) -> str:
-        """The key of a plan's rule for this slot."""
+        """The key of a plan's rule for this tensor alone."""
         return slot_key(self.names[0], self.role)
 
     @property
     def tensor_id(self) -> int:
-        """The number that selects the slot's random bits."""
+        """The number that selects the tensor's random bits."""
         return crc32(f"{self.role.value}={self.names[0]}".encode())
 
     @property
     def is_plain(self) -> bool:
-        """Whether the slot is never rounded, since it has no format now and gets none."""
+        """Whether the tensor is never rounded: it has no format, and gets none after an overflow."""
         return self.assignment.format is None and self.raised.format is None
 
     @property
     def is_live(self) -> bool:
-        """Whether kernels can read the slot's formats from device memory."""
+        """Whether kernels can read the tensor's formats from device memory."""
         return is_live(self.assignment.format) and is_live(self.raised.format)
 
 
 class Capture:
-    """Device memory for addresses of tensors that a captured graph rounds in one launch.
+    """The device memory with the addresses of the tensors that a captured CUDA graph rounds in one launch.
 
-    It is allocated outside the graph's memory pool, where earlier kernels of the graph would overwrite it in each replay.
+    It is allocated outside of the graph's memory pool: inside, earlier kernels of the graph would overwrite it in each replay.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -98,7 +98,7 @@ class Capture:
         self.launches: list[BatchedRoundTrip] = []
 
     def take(self, jobs: Sequence[Job]) -> Tensor:
-        """Return the part of the device memory that holds the addresses for the next launch."""
+        """Reserve and return device memory for the addresses of the next launch, which rounds `jobs`."""
         first, self._used = self._used, self._used + words_for(x for x, *_ in jobs)
         if self._used > self._memory.numel():
             raise ApplyError(
@@ -108,7 +108,7 @@ class Capture:
 
 
 class RoundedSlots:
-    """All slots of a simulated session, with the functions that round their tensors."""
+    """All slots of a simulated session, the tensors that it rounds, with their formats and the functions that round."""
 
     def __init__(self, plan: Plan, seed: int, *, raised: Plan | None = None, share: float = 0.01, all_live: bool = False) -> None:
         self.plan, self.seed, self.raised, self.share, self.all_live = plan, seed, raised, share, all_live
@@ -119,15 +119,15 @@ class RoundedSlots:
         self._pending: dict[str, tuple[int, float]] = {}  # promotions of a loaded state, for slots that are not added yet
         self.device = torch.device("cpu")
         self._counter = torch.zeros(1, dtype=torch.int32)
-        self._capture: Capture | None = None  # of the graph that is being captured
-        self._captured: list[Capture] = []  # of the graphs captured so far
+        self._capture: Capture | None = None  # memory for the graph that is being captured
+        self._captured: list[Capture] = []  # memory for the graphs captured so far
         self._table: RuntimeFormatTable | None = None
         self._allocate(SPARE)
 
     # --- slots ----------------------------------------------------------------------------------------------------------
 
     def of(self, names: Sequence[str], role: Role) -> RoundedSlot | None:
-        """Return the slot of a tensor, identified by the first of its `names`; None if the tensor is never rounded."""
+        """Return the `RoundedSlot` of the tensor with these `names` (the first counts); None if it is never rounded."""
         key = (names[0], role)
         if key not in self._by_name:
             asked, raised = self.plan.find(names, role), UNMODIFIED
@@ -162,7 +162,7 @@ class RoundedSlots:
                 self._next_rows.set_seeds(seeds)
 
     def _allocate(self, capacity: int) -> None:
-        """Allocate the tables of formats and counts on the device for `capacity` slots, and copy the old ones."""
+        """Allocate device tables of formats and counts for `capacity` slots, and copy the old tables into them."""
         if self._captured:
             raise ApplyError(
                 "new slots appeared after a CUDA graph was captured, which reads the previous table. Run a step before capturing, or "
@@ -189,7 +189,7 @@ class RoundedSlots:
             self._allocate(max(len(self._promoted), 2 * len(self._all) + SPARE))
 
     def set_plan(self, plan: Plan, seed: int) -> None:
-        """Change to the formats of `plan` and the random bits of `seed`, also in a captured graph; roundings cannot change."""
+        """Change to the formats of `plan` and the bits of `seed`, also in captured graphs; roundings cannot change."""
         for slot in self._all:
             asked = plan.find(slot.names, slot.role)
             if self._table is not None and not (is_live(asked.format) and slot.is_live):
@@ -231,7 +231,7 @@ class RoundedSlots:
         self._counter_of_range.begin(is_captured=self.is_capturing or is_capturing())
 
     def round_(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
-        """Round `x` in place to the format of `slot`, without autograd noticing; overflowing values may be counted before."""
+        """Round `x` in place, hidden from autograd; `counts_overflow`: record first what share of `x` overflows."""
         return self._round(x, x, slot, counts_overflow=counts_overflow)
 
     def rounded(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
@@ -289,7 +289,7 @@ class RoundedSlots:
 
     @contextmanager
     def capturing(self, parameters: Iterable[Tensor]) -> Generator[None]:
-        """Return a context for capturing a CUDA graph that rounds many tensors in a launch; at its end addresses are copied."""
+        """Return a context for capturing a CUDA graph that rounds many tensors in one launch."""
         if self._table is None:
             yield
             return
@@ -305,11 +305,11 @@ class RoundedSlots:
 
     @property
     def counts(self) -> RangeCounts:
-        """The counts of values that left the range of their format, slot by slot."""
+        """The counts of values that left the range of their format, for each tensor (slot)."""
         return self._counter_of_range.counts((slot.number, slot.key, slot.role) for slot in self._all)
 
     def new_warnings(self) -> list[str]:
-        """Return a warning for each role of gradients that vanish, once for each; none during a capture, since that would synchronize."""
+        """Return warnings, one per role, of gradients that vanish in rounding; none while a CUDA graph is captured."""
         if is_capturing():
             return []
         return self._counter_of_range.new_warnings((slot.number, slot.key, slot.role) for slot in self._all)
@@ -317,11 +317,11 @@ class RoundedSlots:
     # --- promotion ------------------------------------------------------------------------------------------------------
 
     def is_raised(self, slot: RoundedSlot) -> bool:
-        """Return whether this slot was promoted after an overflow; synchronizes with the device where promotion is possible."""
+        """Return whether this tensor has its wider format, after an overflow; this may synchronize with the device."""
         return self.raised is not None and slot.role in FORWARD and bool(self._promoted[slot.number] >= 0)
 
     def promote(self) -> None:
-        """Change slots that overflowed in the last training pass to their wider format, on the device."""
+        """Change the tensors that overflowed in the last training pass to their wider format, on the device."""
         if self.raised is None:
             return
         is_new = (self._shares >= self.share) & self._can_rise & (self._promoted < 0)
@@ -335,13 +335,13 @@ class RoundedSlots:
 
     @property
     def promotions(self) -> tuple[Promotion, ...]:
-        """The slots that were changed to wider formats so far, in order."""
+        """The changes of tensors to wider formats so far, in order."""
         at, shares = self._promoted.tolist(), self._promoted_share.tolist()
         promotions = [Promotion(p.key, at[p.number], shares[p.number]) for p in self._all if at[p.number] >= 0]
         return tuple(sorted(promotions, key=lambda promotion: promotion.forward))
 
     def restore(self, promotions: Sequence[Sequence[Any]]) -> None:
-        """Restore the promotions (slots with wider formats) of a saved state, also of slots that are added later."""
+        """Restore the promotions of a saved state: the tensors with wider formats, some of which may be added later."""
         self._pending = {str(key): (int(forward), float(share)) for key, forward, share in promotions}
         for slot in self._all:
             self._promoted[slot.number], self._promoted_share[slot.number] = self._pending.pop(slot.key, (NEVER, 0.0))

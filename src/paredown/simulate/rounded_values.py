@@ -1,4 +1,4 @@
-"""Rounds the values of a simulated step: each when an operation computes it, and its gradient when an operation's backward returns it.
+"""`RoundedValues` rounds each value of a simulated step when an operation computes it, and its gradient in backward.
 
 Rounding writes into the memory of the tensor and is not recorded by autograd: gradients pass straight through, and if backward of an
 operation reads its saved output, it reads the rounded output. Gradients are rounded by hooks on the autograd nodes of an operation.
@@ -27,7 +27,7 @@ from paredown.simulate.forward_calls import PRODUCTS, ForwardOperation, Operatio
 from paredown.simulate.outline import INPUT, Outline
 from paredown.simulate.rounded_slots import RoundedSlot, RoundedSlots
 
-# Not allow_tf32, which cannot be read once the user has set these; it can again when they are restored
+# Not allow_tf32, which cannot be read once the user has set these, until they are restored
 SWITCHES: tuple[Any, ...] = (torch.backends.cuda.matmul, cast("Any", torch.backends.cudnn).conv)
 CHOICES = {"sums": ("exact", "rounded"), "gradients": ("backward", "step"), "first_weights": ("rounded", "exact")}
 
@@ -36,12 +36,12 @@ CHOICES = {"sums": ("exact", "rounded"), "gradients": ("backward", "step"), "fir
 class Simulate:
     """The settings of simulate mode; `apply(plan, model, mode="simulate")` has the defaults.
 
-    `raised`: a plan; once `share` of the values of an activation or weight overflow in one training pass, it has the format of this plan
-    from then on. None: no promotion.
-    `sums`: of an activation that several operations use, "exact" rounds the gradient of each use, "rounded" only their sum.
+    `raised`: a plan with wider formats. An activation or weight has its format of this plan for the rest of training once a
+    fraction `share` of its values overflow in one training pass. None: formats never change.
+    `sums`: if several operations use an activation, "exact" rounds the gradient that each returns, "rounded" only their sum.
     `gradients`: gradients of parameters are rounded in "backward", or before the optimizer's "step".
     `first_weights`: "exact" computes with unmodified parameters until the first optimizer step.
-    `all_live`: `session.set_plan` may give any slot any format later, so that no product runs in TF32.
+    `all_live`: `session.set_plan` may give any tensor any format later, and therefore no product runs in TF32.
     """
 
     raised: Plan | None = None
@@ -69,7 +69,7 @@ MODES: Mapping[str, Simulate] = MappingProxyType({"simulate": Simulate(), "peppp
 
 @dataclass(eq=False, slots=True)
 class TrackedValue:
-    """A value of the forward pass: its slot, its gradient's slot, and the number of operations that use it."""
+    """A value of the forward pass: how it and its gradient are rounded, and how many operations use it."""
 
     activation: RoundedSlot | None
     error: RoundedSlot | None
@@ -78,24 +78,24 @@ class TrackedValue:
 
 @final
 class RoundedValues(OperationListener):
-    """The listener that rounds weights, outputs and gradients of operations."""
+    """The listener that rounds the weights, outputs and gradients of every operation of a simulated step."""
 
     def __init__(self, slots: RoundedSlots, names: dict[int, str], how: Simulate) -> None:
         self.slots, self.how, self._names = slots, how, names
         self.precision = Precision()
-        self.has_stepped = self.counts_overflow = False  # both of the current forward pass
+        self.has_stepped = self.counts_overflow = False  # both as of the current forward pass
         self._outline = Outline((), {})
         self._known: dict[str, TrackedValue] = {}
         self._weights: dict[int, Tensor] = {}  # rounded copies of parameters in the current forward pass
-        self._copies: dict[int, Tensor] = {}  # the same while a graph is captured, rounded in one launch
+        self._copies: dict[int, Tensor] = {}  # the same, rounded in one launch while a graph is captured
 
     def set_outline(self, outline: Outline) -> None:
-        """Adopt the slot names of all values from `outline`."""
+        """Look up how the plan rounds each value of `outline`, and its gradient, by the names of the value."""
         self._outline = outline
         self._known = {value.name: self._tracked(value.names, value.num_uses) for value in outline.values}
 
     def refresh(self) -> None:
-        """Look up the slots of all values again, after the plan has changed."""
+        """Look up again how each value is rounded, after the plan has changed."""
         self.set_outline(self._outline)
 
     def begin(self, args: Any, kwargs: Any, *, counts_overflow: bool) -> Any:
@@ -106,7 +106,7 @@ class RoundedValues(OperationListener):
         return tree_map_only(Tensor, lambda tensor: self._input(tensor, numbers.get(id(tensor), 0)), (args, kwargs))
 
     def end(self, output: Any) -> None:
-        """End a forward pass, and round gradients that arrive at the model's outputs from outside."""
+        """End a forward pass, and register hooks that round the gradients which a loss outside returns for `output`."""
         self._weights.clear()
         self.precision.restore()
         for tensor in tensors_in(output) if self.how.sums == "exact" else ():
@@ -143,7 +143,7 @@ class RoundedValues(OperationListener):
         return copy
 
     def copy_all(self, weights: Iterable[Tensor]) -> None:
-        """Round copies of these weights in one launch, for the forward pass that begins."""
+        """Make rounded copies of `weights`, in one launch in a captured graph, for the forward pass that begins."""
         named = [(weight, self._names[id(weight)]) for weight in weights if id(weight) in self._names]
         pairs = [(weight, self.slots.of((name,), Role.WEIGHT)) for weight, name in named]
         rounded = [(weight, torch.empty_like(weight, requires_grad=False), slot) for weight, slot in pairs if slot is not None]
@@ -156,7 +156,7 @@ class RoundedValues(OperationListener):
             self.precision.set(self._are_narrow(self._operands(operation)))
 
     def made(self, operation: ForwardOperation, out: Tensor, number: int) -> TrackedValue:
-        """Round an output of an operation, and register hooks that round the gradients of its backward."""
+        """Round an output of an operation, and register hooks that round the gradients that its backward returns."""
         if self._is_product(operation):
             self.precision.restore()
         value = self._value(operation.output_name(number))
@@ -167,7 +167,7 @@ class RoundedValues(OperationListener):
         return value
 
     def moved(self, value: TrackedValue, out: Tensor, name: str) -> tuple[TrackedValue, Tensor]:
-        """Return a view or copy of a value; a part, with a `name`, is rounded by its own rule, if there is one."""
+        """Return `out`, a view or copy of a value; a slice, which has a `name`, is rounded if its format differs."""
         if not name:
             return value, out
         part = self._value(name)
@@ -188,18 +188,18 @@ class RoundedValues(OperationListener):
         return operation.op in PRODUCTS and self.slots.device.type == "cuda"
 
     def _operands(self, operation: ForwardOperation) -> list[RoundedSlot | None]:
-        """Return the slots of the operands of a product, without the bias, which is added in float32."""
+        """Return how each operand of a product is rounded (None: unknown), but for the bias, added in float32."""
         weights = [self.slots.of((self._names[id(w)],), Role.WEIGHT) for w in operation.weights[:1] if id(w) in self._names]
         return [*(source.value.activation for source in operation.sources), *weights, *[None] * operation.num_unknown]
 
     def _are_narrow(self, slots: list[RoundedSlot | None]) -> bool:
-        """Return whether TF32 is exact for the formats of these slots, including formats that they may get later."""
+        """Return whether TF32 is exact for the formats of these operands, including formats that they may get later."""
         return not self.how.all_live and are_narrow(slots)
 
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def _hook_errors(self, operation: ForwardOperation, out: Tensor, value: TrackedValue) -> None:
-        """Register hooks that round gradients of an operation: of its inputs, or the summed one of its output (`Simulate.sums`)."""
+        """Register hooks that round the gradients of an operation's inputs or output, as `Simulate.sums` says."""
         is_summed = self.how.sums == "rounded"
         if is_summed and value.error is not None:
             out.register_hook(self._rounder(value.error))
@@ -230,7 +230,7 @@ class RoundedValues(OperationListener):
 
 
 def _slots_of_edges(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]]) -> dict[int, RoundedSlot]:
-    """Return the slot of the gradient on each edge of an autograd node; `edges` are (target node, index of its output, slot)."""
+    """Return the `RoundedSlot` of the gradient on each edge of a node, by index; `edges`: (node, its output, slot)."""
     by_edge: dict[int, RoundedSlot] = {}
     for index, (target, output) in enumerate(node.next_functions):
         for other, other_output, slot in edges:
@@ -246,7 +246,7 @@ class StraightThroughRounding(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: Tensor, slots: RoundedSlots, slot: RoundedSlot, counts_overflow: bool, rounded: Tensor | None = None
     ) -> Tensor:
-        """Return `x` rounded, or the copy `rounded` that was rounded before."""
+        """Return a rounded copy of `x`, or `rounded` if such a copy exists already."""
         return slots.rounded(x, slot, counts_overflow=counts_overflow) if rounded is None else rounded
 
     @staticmethod
@@ -259,14 +259,14 @@ class StraightThroughRounding(torch.autograd.Function):
 
 
 def are_narrow(slots: Iterable[RoundedSlot | None]) -> bool:
-    """Return whether TF32 represents the formats of all these slots exactly, also after promotion."""
+    """Return whether TF32 is exact for the formats of all `slots`, and for the wider formats that they may get."""
     return all(
         p is not None and is_narrow(p.assignment.format) and (p.raised.format is None or is_narrow(p.raised.format)) for p in slots
     )
 
 
 class Precision:
-    """Switches TF32 on and off, for single operations."""
+    """A switch that allows or forbids TF32 for single operations, and restores the user's settings after them."""
 
     def __init__(self) -> None:
         self._before: tuple[str, ...] | None = None
@@ -279,7 +279,7 @@ class Precision:
             switch.fp32_precision = "tf32" if is_narrow else "ieee"
 
     def restore(self) -> None:
-        """Restore torch's TF32 switches."""
+        """Restore the TF32 settings that torch had before `set`."""
         for switch, before in zip(SWITCHES, self._before or (), strict=False):
             switch.fp32_precision = before
         self._before = None

@@ -1,4 +1,4 @@
-"""Kernels and launches for flat tensors, of which a step has many: encode, and decode with recomputation.
+"""`FlatEncoder` and `BufferCodec` encode and decode the flat tensors of a step; `recompute` also applies a norm.
 
 Everything that depends on the size and the format alone is computed once and cached.
 
@@ -41,7 +41,7 @@ from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed, signed
 
-# --- Codes to values to what follows from them ---
+# --- Decoding with a norm and an activation function ---
 
 NO_NORM = tl.constexpr(0)
 CHANNELS = tl.constexpr(1)
@@ -63,7 +63,7 @@ def tanh(x):
 
 @triton.jit
 def erf(x):
-    """Return erf of x by formula 7.1.26 of Abramowitz and Stegun: within 1.5e-7, with half the instructions of the library function."""
+    """Return erf of x within 1.5e-7, by formula 7.1.26 of Abramowitz and Stegun, which is faster than the library's."""
     a = tl.abs(x)
     t = 1.0 / (1.0 + 0.3275911 * a)
     tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
@@ -86,7 +86,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def channel_of(start, CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr):
-    """Return the channel of each value of the tile that begins at index `start`; INNER adjacent values have the same channel."""
+    """Return the channel of each value of the tile from index `start` on; INNER adjacent values share a channel."""
     if INNER == 1 and TILE % CHANNEL_COUNT == 0:
         return tl.arange(0, TILE) % CHANNEL_COUNT
     elif INNER == 1 and CHANNEL_COUNT % TILE == 0:
@@ -111,7 +111,7 @@ def normed(
     x, start, weight_ptr, bias_ptr, mean_ptr, deviation_ptr, inside, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return the tile x, from index `start`, normalized by mean and 1 / deviation of its channels or rows, times weight plus bias."""
+    """Return the tile x from index `start` on, normalized by the statistics of channels or rows, scaled and shifted."""
     channel = channel_of(start, CHANNEL_COUNT, INNER, TILE)
     if NORM == CHANNELS:
         x = (x - tl.load(mean_ptr + channel)) * tl.load(deviation_ptr + channel)
@@ -130,7 +130,7 @@ def normed_by_groups(
     x, start, weight_ptr, bias_ptr, mean_ptr, deviation_ptr, numel, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     CHANNEL_COUNT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return what `normed` does for `x` of shape (TILE / GROUP, GROUP): the parameters of adjacent channels are loaded as vectors."""
+    """Return what `normed` returns, for `x` of shape (TILE / GROUP, GROUP); it loads adjacent parameters as vectors."""
     PER_ROW: tl.constexpr = CHANNEL_COUNT // GROUP
     group = ((start // GROUP) % PER_ROW).to(tl.int32) + tl.arange(0, TILE // GROUP)
     channel = ((group % PER_ROW) * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
@@ -192,7 +192,7 @@ STEPS = {
 
 
 class FlatEncoder:
-    """An encoder for flat tensors of `numel` values that reads the training step, for its random bits, from device memory.
+    """An encoder for flat tensors of `numel` values that reads the step, for random bits, from device memory.
 
     It returns [codes, scales] or [codes, scales, minimums], each flat. `how`: format, rounding, overflow and the rule "cover" of scales.
     """
@@ -206,7 +206,7 @@ class FlatEncoder:
         self._arguments, self._scalars = (1, numel, how, True, self._is_random, random.wide), (seed.first_index, k0, k1)
         self._direct, self._with_bits = Direct(encodes(*self._arguments), self._scalars), None
         parts = Encoding(*how[:3]).empty_parts(1, numel, device=torch.device("meta"), tensor_scale=None)
-        self.kinds = [(part.numel(), part.dtype) for part in parts.tensors()]  # length and dtype of each part
+        self.kinds = [(part.numel(), part.dtype) for part in parts.tensors()]  # length and dtype of codes, scales and minimums
 
     def __call__(self, x: Tensor, step: Tensor) -> list[Tensor]:
         """Return codes, scales and minimums of dense `x` in memory order; `step`: one int32 on the device of `x`."""
@@ -222,7 +222,7 @@ class FlatEncoder:
     def encode_at(
         self, x: Tensor, step: Tensor, at: tuple[int, int, int], parts: Callable[[], Sequence[Tensor]], bits: Tensor | None = None
     ) -> None:
-        """Write codes, scales and minimums of `x` to the addresses `at`, multiples of 16; `parts` returns the tensors there.
+        """Write codes, scales and minimums of `x` to the addresses `at`; `parts` returns the tensors with these.
 
         `bits`: a tensor to fill with the bit mask of values above 0; None for no mask.
         """
@@ -249,7 +249,7 @@ def _as_integers(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 @final
 class BufferCodec(FlatCodec):
-    """A codec that stores codes, scales and minimums in one buffer: one allocation and one launch to encode, and to decode.
+    """A codec that stores codes, scales and minimums in one buffer: encoding takes one allocation and one launch.
 
         buffer   [ codes ... | scales ... | minimums ... ]      uint8; each part begins at a multiple of 16 bytes
 
@@ -262,8 +262,8 @@ class BufferCodec(FlatCodec):
     def __init__(self, numel: int, dtype: torch.dtype, format: Format, how: tuple[Rounding, Overflow], seed: Seed) -> None:
         super().__init__(numel, dtype, format)
         self._encoder, self._decodes = FlatEncoder(numel, (format, *how, COVER), seed), Direct(decodes(1, numel, format))
-        self._recomputes: dict[Any, Direct] = {}  # by the shape of the norm, and the activation function
-        self._places: list[tuple[int, int, torch.dtype]] = []  # first byte, bytes and dtype of each part
+        self._recomputes: dict[Any, Direct] = {}  # launches by the shape of the norm and the activation function
+        self._places: list[tuple[int, int, torch.dtype]] = []  # first byte, bytes and dtype of codes, scales, minimums
         end = 0
         for count, stored in self._encoder.kinds:
             start = -(-end // 16) * 16  # kernels are compiled for addresses that are multiples of 16
@@ -290,7 +290,7 @@ class BufferCodec(FlatCodec):
         return out
 
     def recompute(self, stored: Tensor, steps: DecodeSteps, dtype: torch.dtype, layout: Layout) -> Tensor:
-        """Return the output of `steps`, a norm and an activation function, on the decoded values, as a new tensor with `layout`."""
+        """Return the output of `steps`, a norm and an activation function, on decoded values, with `layout`."""
         out, norm = empty_strided(*layout, dtype, stored), steps.norm
         key = steps.activation, None if norm is None else norm.shape
         direct = self._recomputes.get(key)
@@ -316,7 +316,7 @@ class BufferCodec(FlatCodec):
 
 @cache
 def covers_recompute(format: Format) -> bool:
-    """Return whether `recompute_kernel` can decode this format: blocks of a float or an integer."""
+    """Return whether `recompute_kernel` can decode this format, which must have blocks of floats or integers."""
     encoding = Encoding(format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
     return (
         format.block is not None
@@ -327,7 +327,7 @@ def covers_recompute(format: Format) -> bool:
 
 
 def recompute(packed: PackedTensor, steps: DecodeSteps, out: Tensor) -> Tensor:
-    """Write the output of `steps`, a norm and an activation function, on packed values into `out`, in memory order, and return it."""
+    """Apply `steps`, a norm and an activation function, to decoded values, and write the result to `out`."""
     parts, numel = packed.parts, packed.shape.numel()
     assert parts.codes is not None and parts.scales is not None
     scale_at = parts.scales.data_ptr()
@@ -342,7 +342,7 @@ def recompute(packed: PackedTensor, steps: DecodeSteps, out: Tensor) -> Tensor:
 
 
 def _run_recompute(direct: Direct, addresses: tuple[int, int, int], steps: DecodeSteps, out: Tensor) -> bool:
-    """Launch the compiled kernels of `recompute`, and return True; return False if Triton has to compile or launch them."""
+    """Launch the compiled kernels of `recompute`, and return True; return False if Triton has to do it."""
     norm, bits, target = steps.norm, steps.bits, out.data_ptr()
     codes_at, scales_at, minimums_at = addresses
     weight_at = bias_at = mean_at = rstd_at = target
@@ -360,7 +360,7 @@ def _run_recompute(direct: Direct, addresses: tuple[int, int, int], steps: Decod
 def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bool] | None, activation: str) -> Direct:
     """Return the launches of `recompute_kernel` for full tiles and for the rest.
 
-    `norm`: channels, values per channel, whether statistics are by row, has a weight, has a bias; None without a norm.
+    `norm`: channels, values per channel, and whether statistics are by row and there are a weight and a bias; None without a norm.
     """
     channels, inner, by_row, has_weight, has_bias = norm or (1, 1, False, False, False)
     kind = NO_NORM if norm is None else ROWS if by_row else CHANNELS
@@ -383,7 +383,7 @@ def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bo
 
 
 def _recompute_tile(format: Format, norm: tuple[int, int, bool, bool, bool] | None) -> tuple[int, int]:
-    """Return how many values a tile of `recompute_kernel` has, and how many channels it loads as one vector (0: none).
+    """Return the number of values in a tile of `recompute_kernel`, and of channels loaded as one vector (0: none).
 
     On one H200 2^27.6 values of bf16 with 64 channels took 0.196 ms in tiles of 4096 and 0.21 in tiles of 2048, and with 160 channels
     0.29 ms in groups and 1.0 ms in tiles of 128, which lie within a row (docs/log.md, 2026-11-17).

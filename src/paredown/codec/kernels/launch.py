@@ -1,8 +1,8 @@
-"""Launches of Triton kernels from the host: called repeatedly without Triton's binding of arguments, which takes 60 to 80 microseconds.
+"""`Launch` calls a Triton kernel again without Triton's binding of arguments, which takes 60 to 80 microseconds.
 
 A `Launch` is a kernel with its grid, its constants and those arguments that do not change. The first call for a device and dtypes goes
-through Triton and keeps the compiled kernel, later ones call that directly. What else Triton compiles for is the same each time: pointers
-are multiples of 16 (if one is not, Triton binds), and integers that it looks at are among those that do not change. Where Triton is
+through Triton and keeps the compiled kernel, later ones call that directly. All else that Triton specializes on is the same each time:
+pointers are multiples of 16 (if one is not, Triton binds), and integers that it specializes on are fixed arguments. Where Triton is
 interpreted, has launch hooks (a profiler), or its launcher takes other arguments, every launch goes through Triton. `Direct` spares the
 launcher too, which is a Python object around a C function (`compiled_launch`).
 """
@@ -72,15 +72,15 @@ class Launch:
             self.kernel[(self.grid,)](*pointers, *self.fixed, *scalars, **self.constants)
 
     def compiled_for(self, index: int, *dtypes: torch.dtype) -> tuple[Any, tuple[Any, ...]] | None:
-        """Return the compiled kernel for device `index` and the dtypes of the first two pointers, and the constants to pass to it.
+        """Return the compiled kernel for device `index` and the dtypes of the first two pointers, and its constants.
 
-        None before the first call with these."""
+        The result is None before the first call with these."""
         kernel = self._compiled.get((index, *dtypes)) if _is_quick else None
         return None if kernel is None else (kernel, self._rest)
 
 
 def compiled_launch(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """Return a function f that launches a compiled kernel without Triton's checks, and the arguments to pass to f after the stream.
+    """Return a function f that launches a compiled kernel without Triton's checks, and f's arguments after the stream.
 
     `kernel.run` is a Python object that calls the C function `kernel.run.launch` with what it knows about the kernel, in an order that
     depends on Triton's version, and then the arguments, one by one (3.6) or in a tuple (3.9). A copy of that object with another `launch`
@@ -158,7 +158,7 @@ class Direct:
         self._compiled: dict[Any, list[Compiled] | None] = {}
 
     def run(self, key: Key, address: int, addresses: tuple[int | None, ...]) -> bool:
-        """Launch the compiled kernels and return True; return False if they are not compiled yet, and `launch` must be called.
+        """Launch the compiled kernels and return True; return False if they are not compiled yet: then call `launch`.
 
         `key`: device and dtypes of the first two pointers. `address`: the addresses that may not be multiples of 16, combined by "or".
         `addresses`: of all tensors, in the kernel's order; None for a missing one.
@@ -170,7 +170,7 @@ class Direct:
         try:
             for launch, grid, before, rest in compiled:
                 launch(grid, 1, 1, stream, *before, *addresses, *rest)
-        except TypeError:  # of a Triton whose launcher takes other arguments: `Launch` finds that out too
+        except TypeError:  # this Triton's launcher takes other arguments: `Launch` finds that out too
             self._compiled[key] = None
             return False
         return True

@@ -1,4 +1,4 @@
-"""Kernels and launches of one-bit masks: pack, unpack, and zero a gradient by a mask without unpacking it.
+"""These kernels pack and unpack masks of one bit per value, and zero gradients by packed masks.
 
 A mask has one exact bit per value (`codec/recompute.py` has the definition). One program covers a tile of TILE values, eight of which make
 a byte, the first one lowest:
@@ -39,7 +39,7 @@ def pack_mask_kernel(x_ptr, out_ptr, numel, low, high, MASKED: tl.constexpr, TIL
 
 @triton.jit
 def load_bits(bits_ptr, start, numel, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Return the mask's bits of the tile from value `start` on, as int32 (TILE,), with zeros after the end of the tensor."""
+    """Return the mask's bits of the tile from value `start` on, as int32 (TILE,); 0 after the end of the tensor."""
     at = tl.arange(0, TILE // 8)
     packed = load_tile(bits_ptr + start // 8, at, at * 8 < numel - start, MASKED).to(tl.int32)
     return ((packed[:, None] >> tl.arange(0, 8)[None, :]) & 1).reshape(TILE)
@@ -65,7 +65,7 @@ def apply_mask_kernel(grad_ptr, out_ptr, bits_ptr, numel, MASKED: tl.constexpr, 
 
 
 def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> Tensor:
-    """Write one bit per value of dense `x`, in memory order, into `out`, and return `out`: 1 for values between `low` and `high`."""
+    """Write one bit per value of dense `x`, in memory order, into `out`, and return it: 1 where low < x < high."""
     return _launch("pack_mask_kernel", (float(low), float(high)), x.numel(), x, out)
 
 
@@ -75,7 +75,7 @@ def unpack_mask(bits: Tensor, out: Tensor, inside: float, outside: float) -> Ten
 
 
 def apply_mask(grad: Tensor, bits: Tensor, out: Tensor) -> Tensor:
-    """Write `grad` where the mask's bit is 1, and 0 elsewhere, into `out`, of the same memory order, and return `out`."""
+    """Write `grad` where the mask's bit is 1, else 0, into `out`, of the same memory order, and return `out`."""
     return _launch("apply_mask_kernel", (), grad.numel(), grad, out, bits)
 
 
@@ -93,7 +93,7 @@ def _launch(name: str, values: tuple[float, ...], numel: int, source: Tensor, ou
 
 
 def _as_numbers(x: Tensor, *, stores: bool = False) -> Tensor:
-    """Return `x` viewed in a dtype that the mask kernels support: integers for bool, and for bf16 unless the kernel stores such values."""
+    """Return `x` in a dtype of the mask kernels: bool as uint8, bf16 as int16 unless the kernel `stores` values."""
     if x.dtype is torch.bool:
         return x.view(torch.uint8)
     return x if stores else bf16_as_integers(x)

@@ -1,4 +1,4 @@
-"""Device functions: one number to a code and back, scales, and random bits. Values to values, no memory; `reference.py` defines them.
+"""Device functions turn a number into a code and back, choose scales and draw random bits, as `reference.py` defines.
 
 Random bits are an argument wherever they are used, so each function can be compared with the reference bit for bit. Encoding
 is integer arithmetic on the bits of a float32, since a cast to an 8-bit float is wrong in Triton's interpreter; division is the correctly
@@ -104,7 +104,7 @@ def power_of_two(x, EXPONENT: tl.constexpr):
 
 @triton.jit
 def top_bits(random, COUNT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the number to add to the COUNT bits that rounding then drops: random bits, one half, or 0, as ROUNDING says."""
+    """Return what to add to the COUNT bits that rounding drops: random bits, one half, or 0, as ROUNDING says."""
     if ROUNDING == STOCHASTIC:
         if COUNT == 0:
             return tl.zeros_like(random).to(tl.int32)
@@ -118,7 +118,7 @@ def top_bits(random, COUNT: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def round_normal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the code to which a float32 (bits `a`) of at least 2^MIN_EXPONENT rounds; it may be above the largest code."""
+    """Return the code to which a magnitude >= 2^MIN_EXPONENT (bits `a`) rounds; it may be above the largest code."""
     DROPPED: tl.constexpr = 23 - MANTISSA_BITS
     a = a - ((126 + MIN_EXPONENT) << 23)  # the exponent that the code has
     if DROPPED > 0:
@@ -209,7 +209,7 @@ def with_sign(k, bits, ELEMENT: tl.constexpr):
 
 @triton.jit
 def finish_float(k, bits, ELEMENT: tl.constexpr):
-    """Return the code of a float value, given the code `k` of its magnitude and its float32 `bits`: with sign, infinity or NaN."""
+    """Return a float's code, with sign, infinity or NaN, from the code `k` of its magnitude and its float32 `bits`."""
     MAX_CODE: tl.constexpr = ELEMENT[5]
     SPECIAL: tl.constexpr = ELEMENT[6]
     NAN_CODE: tl.constexpr = ELEMENT[8]
@@ -244,7 +244,7 @@ def encode_covered(y, random, HAS_MINIMUM: tl.constexpr, ELEMENT: tl.constexpr, 
 
 @triton.jit
 def nearest_by_adding(bits, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
-    """Return the code of a magnitude, given as float32 bits, rounded to nearest_even by the addition of a large power of two."""
+    """Return the code of a magnitude (float32 `bits`), rounded to nearest_even by adding a large power of two."""
     DROPPED: tl.constexpr = 23 - MANTISSA_BITS
     SMALLEST: tl.constexpr = (MIN_EXPONENT + 127) << 23
     c = tl.maximum(bits & INF_BITS, SMALLEST) + (DROPPED << 23)
@@ -333,9 +333,9 @@ def decode_float(code, ELEMENT: tl.constexpr):
 
 @triton.jit
 def store_scale(scale, SCALE: tl.constexpr):
-    """Return a float32 scale >= 0 rounded up to its stored form: float32 bits, bf16 bits, or a code.
+    """Return a float32 scale >= 0 rounded up, as it is stored: float32 bits, bf16 bits, or a code.
 
-    Past the largest e8m0 or bf16 it is inf or NaN.
+    A scale past the largest e8m0 or bf16 becomes inf or NaN.
     """
     bits = as_bits(scale)
     if SCALE == E8M0:
@@ -370,7 +370,7 @@ def load_scale(stored, SCALE: tl.constexpr):
 
 @triton.jit
 def nan_scale(SCALE: tl.constexpr):
-    """Return the stored form of a NaN scale."""
+    """Return the stored bits or code of a scale that is NaN."""
     if SCALE == E8M0:
         return 255
     elif SCALE == E4M3:

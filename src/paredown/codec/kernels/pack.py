@@ -1,4 +1,4 @@
-"""Rows of numbers to packed codes and back, and through both without storing a code: two kernels over one set of tile functions.
+"""One kernel encodes rows of numbers as packed codes, or only rounds them, and one decodes, by the same tile functions.
 
 One program covers a tile of TILE values of one row. With blocks the tile is (TILE / BLOCK_LEN, BLOCK_LEN):
 
@@ -50,7 +50,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def load_tile(ptr, offsets, inside, MASKED: tl.constexpr):
-    """Return the values at `offsets`, with 0 where `inside` is false if MASKED."""
+    """Return the values at `offsets`; if MASKED, 0 where `inside` is false."""
     if MASKED:
         return tl.load(ptr + offsets, mask=inside, other=0)
     else:
@@ -69,7 +69,7 @@ def load_values(ptr, offsets, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def store_tile(ptr, offsets, values, inside, MASKED: tl.constexpr):
-    """Store `values` at `offsets`, where `inside` is true if MASKED."""
+    """Store `values` at `offsets`; if MASKED, only where `inside` is true."""
     if MASKED:
         tl.store(ptr + offsets, values, mask=inside)
     else:
@@ -125,7 +125,7 @@ def place(first_tile, tiles_per_row, ONE_ROW: tl.constexpr):
 def packed_codes(codes, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """Return codes narrower than a byte joined into bytes, the first value lowest.
 
-    Of 6 bits, four are joined into 24 bits.
+    Four codes of 6 bits become 24 bits.
     """
     if WIDTH == 1 or WIDTH == 2 or WIDTH == 4 or WIDTH == 6:
         low, high = tl.split(codes.reshape(TILE // 2, 2))
@@ -196,7 +196,7 @@ def load_shared(ptr, offsets, inside, KIND: tl.constexpr):
 
 @triton.jit
 def store_shared(ptr, offsets, stored, inside, KIND: tl.constexpr):
-    """Store scales or minimums in the form that `load_shared` returns."""
+    """Store scales or minimums that are given as `load_shared` returns them: float32 bits, bf16 bits, or codes."""
     if KIND == BF16:
         stored = stored.to(tl.int16)
     elif KIND != FP32:
@@ -218,7 +218,7 @@ def nan_min(a, b):
 
 @triton.jit
 def choose_minimum(x, inside, MINIMUM: tl.constexpr, MASKED: tl.constexpr):
-    """Return the minimum of each block in the stored form MINIMUM, and the largest distance of the block's values from it."""
+    """Return each block's minimum as its stored bits, and the largest distance of the block's values from it."""
     low = tl.reduce(tl.where(inside, x, float("inf")) if MASKED else x, 1, nan_min)
     high = tl.reduce(tl.where(inside, x, float("-inf")) if MASKED else x, 1, nan_max)
     low = low + 0.0  # turns -0.0 into 0.0
@@ -230,7 +230,7 @@ def choose_minimum(x, inside, MINIMUM: tl.constexpr, MASKED: tl.constexpr):
 def choose_scale(
     largest, tensor_scale, MAX_VALUE, ELEMENT: tl.constexpr, SCALE: tl.constexpr, RULE: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr
 ):
-    """Return the scale to store, in the form SCALE, for blocks whose largest magnitude is `largest`, finite."""
+    """Return the scale to store (float32 bits, bf16 bits or a code) for blocks whose largest magnitude is `largest`."""
     if RULE == OCP:
         exponent = as_bits(largest) >> 23
         exponent = tl.where(exponent == 0, (as_bits(largest * 16777216.0) >> 23) - 24, exponent)  # subnormal: by 2^24 first
@@ -245,7 +245,7 @@ def choose_scale(
 
 @triton.jit
 def scale_of(stored, tensor_scale, SCALE: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr):
-    """Return the float32 scale of each block, given its stored form and the tensor scale."""
+    """Return the float32 scale of each block from its stored bits or code and the tensor scale."""
     scale = load_scale(stored, SCALE)
     return scale * tensor_scale if HAS_TENSOR_SCALE else scale
 
@@ -256,7 +256,7 @@ def encode_blocks(
     ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, SCALE: tl.constexpr, MINIMUM: tl.constexpr, RULE: tl.constexpr, SAYS_NAN: tl.constexpr,
     HAS_TENSOR_SCALE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return the codes (blocks, BLOCK_LEN) of x, and each block's scale and minimum in their stored forms.
+    """Return the codes (blocks, BLOCK_LEN) of x, and each block's scale and minimum as they are stored.
 
     A block that is not finite has scale NaN and codes 0.
     """
@@ -336,7 +336,7 @@ def encode_kernel(
     SAYS_NAN: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr, STEP_IN_MEMORY: tl.constexpr, STORES_CODES: tl.constexpr,
     STORES_BITS: tl.constexpr, WIDE: tl.constexpr, ONE_ROW: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Encode one tile of rows; without STORES_CODES, store the rounded values instead.
+    """Encode one tile of rows, and store its codes and scales, or the rounded values without STORES_CODES.
 
     STORES_BITS, for one long row: store the bit mask of values above 0, too, as in `masks.py`.
     """

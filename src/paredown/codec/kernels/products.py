@@ -1,4 +1,4 @@
-"""Kernels that quantize the operands of products (codec/products.py), the ones that a product over rows reads transposed.
+"""These kernels quantize the rows or columns of a matrix for the products of `codec/products.py`.
 
     rows       scale of each row, then its codes: one program for each row
     columns    scale of each column of g * s (one pass over tiles, joined by atomic maxima), then the codes, transposed in registers
@@ -31,8 +31,8 @@ from paredown.codec.products import ELEMENTS, LARGEST, MIN_MAGNITUDE, MULTIPLE
 
 TILE_ROWS, TILE_COLS = 128, 64
 TILES = {"TILE_ROWS": TILE_ROWS, "TILE_COLS": TILE_COLS}
-PARTS = 8  # programs that share the columns of a tile in the first pass, at least
-MAX_ROW = 32768  # values of a row that one program holds
+PARTS = 8  # least number of programs that share the columns of a tile in the first pass
+MAX_ROW = 32768  # values of the longest row that one program can hold
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def coded(values, scale, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
 
 @triton.jit
 def scale_of(bits, LARGEST: tl.constexpr, LEAST: tl.constexpr):
-    """Return the scale of a row or column whose largest magnitude has these float32 bits: that over LARGEST, at least LEAST / LARGEST."""
+    """Return max(magnitude, LEAST) / LARGEST, the scale of a row or column, from its largest magnitude's `bits`."""
     magnitude = bits.to(tl.float32, bitcast=True)
     return tl.where(magnitude < LEAST, LEAST, magnitude) / LARGEST
 
@@ -77,7 +77,7 @@ def largest_kernel(
     g_ptr, s_ptr, bits_ptr, _codes_ptr, _scales_ptr, rows, cols, stride, num_tiles, num_parts,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Raise the int32 at `bits_ptr`, one per column, to the float32 bits of the largest magnitude of each column of g * s.
+    """Raise the int32 at `bits_ptr`, one per column, to the float32 bits of the largest |g * s| in the column.
 
     g is (rows, cols), s has one factor for each row."""
     at_col = (tl.program_id(0) // num_parts) * TILE_COLS + tl.arange(0, TILE_COLS)
@@ -96,7 +96,7 @@ def columns_kernel(
     g_ptr, s_ptr, bits_ptr, codes_ptr, scales_ptr, rows, cols, stride, padded, num_tiles,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, INTEGER: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes and scales of the columns of g * s, transposed, by the largest magnitudes that `largest_kernel` stored."""
+    """Store the codes and scales of the columns of g * s, transposed; `bits_ptr` has what `largest_kernel` stored."""
     tile = tl.program_id(0) % num_tiles
     at_row = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     at_col = (tl.program_id(0) // num_tiles) * TILE_COLS + tl.arange(0, TILE_COLS)
@@ -113,7 +113,7 @@ def columns_kernel(
 
 @triton.jit
 def transpose_kernel(codes_ptr, out_ptr, rows, cols, padded, num_tiles, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
-    """Store the transpose of a (rows, cols) matrix of bytes, each of its rows filled up to `padded` bytes with zeros."""
+    """Store the transpose of a (rows, cols) matrix of bytes, with zeros up to `padded` bytes in each row."""
     at_row = (tl.program_id(0) % num_tiles) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     at_col = (tl.program_id(0) // num_tiles) * TILE_COLS + tl.arange(0, TILE_COLS)
     inside = (at_row < rows)[:, None] & (at_col < cols)[None, :]
@@ -145,7 +145,7 @@ def _rows_launch(rows: int, cols: int, element: str) -> Launch:
 
 
 def quantize_columns(g: Tensor, s: Tensor, element: str) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of the columns of g * s, transposed: (columns, rows up to a multiple of 16), and (columns, 1)."""
+    """Return codes of the columns of g * s, (columns, rows up to a multiple of 16), and their scales, (columns, 1)."""
     g = g if g.stride(1) == 1 else g.contiguous()
     rows, cols = g.shape
     codes = torch.empty((cols, -(-rows // MULTIPLE) * MULTIPLE), dtype=ELEMENTS[element], device=g.device)
@@ -156,7 +156,7 @@ def quantize_columns(g: Tensor, s: Tensor, element: str) -> tuple[Tensor, Tensor
 
 @final
 class ColumnQuantizer:
-    """A function that quantizes the columns of g * s for matrices g of one size: `self(g, s, codes, scales)` writes the last two."""
+    """A prepared launch for matrices g of one size: `self(g, s, codes, scales)` quantizes the columns of g * s."""
 
     def __init__(self, rows: int, cols: int, stride: int, element: str) -> None:
         num_tiles, num_cols = triton.cdiv(rows, TILE_ROWS), triton.cdiv(cols, TILE_COLS)
@@ -193,7 +193,7 @@ def transposed(codes: Tensor) -> Tensor:
 
 @final
 class Transposer:
-    """A function that transposes the bytes of matrices of one size: `self(codes, out)` writes `out`."""
+    """A prepared launch for matrices of one size: `self(codes, out)` writes the transpose of `codes` into `out`."""
 
     def __init__(self, rows: int, cols: int) -> None:
         padded = -(-rows // MULTIPLE) * MULTIPLE

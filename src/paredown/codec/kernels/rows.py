@@ -1,4 +1,4 @@
-"""The host's side of the kernels that encode, decode and round rows: what they cover, their constants, arguments and tiles."""
+"""Host functions prepare launches of the kernels that encode, decode and round rows, and say what these cover."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ AS_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.ui
 def covers(encoding: Encoding, job: str) -> bool:
     """Return whether a kernel does this job ("encode", "decode" or "round_trip") for this encoding.
 
-    Elements whose smallest normal value lies below float32's (e8m3fnuz, e4m3b130), tables of users and scales other than SCALES go
-    through plain torch.
+    Plain torch is used for elements whose smallest normal value lies below float32's (e8m3fnuz, e4m3b130), for tables that users
+    define, and for scales other than SCALES.
     """
     element, block, scale = encoding.format.element, encoding.format.block, encoding.format.scale
     is_own_table = element.kind is ElementKind.TABLE and element.name not in TABLES
@@ -77,7 +77,7 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
 
 
 def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
-    """Return a function decode(out) that decodes `parts` into `out`; all else is prepared once, so that calls are cheap."""
+    """Return a function decode(out) that decodes `parts` into `out`; its launches are prepared once, here."""
     codes, direct = parts.codes, Direct(decodes(rows, cols, encoding.format))
     assert codes is not None
     shared = (None if t is None else t.view(AS_INTEGERS.get(t.dtype, t.dtype)) for t in (parts.scales, parts.minimums))
@@ -137,7 +137,7 @@ def round_many(owners: Tensor, table: Tensor, rounding: Rounding, step: Tensor, 
 
 @lru_cache(maxsize=4096)
 def round_trips(numel: int, rounding: Rounding, step_in_memory: bool, wide: bool, keys_in_memory: bool = False) -> list[Launch]:
-    """Return the launches of `round_trip_kernel` that round `numel` values; `wide`: element indices may be past 2^32."""
+    """Return the launches of `round_trip_kernel` for `numel` values; `wide`: element indices may be past 2^32."""
     where = {"STEP_IN_MEMORY": step_in_memory, "KEYS_IN_MEMORY": keys_in_memory}
     constants = {"ROUNDING": ROUNDINGS[rounding].value, **where, "WIDE": wide}
     launches: list[Launch] = []
@@ -234,7 +234,7 @@ def device_spec(element: Element, overflow: Overflow, device: torch.device) -> T
 
 @cache
 def _table(element: Element, rounding: Rounding, device: torch.device) -> Tensor:
-    """Return the thresholds and values of an element that is a table, as one tensor on the device; one zero for other elements.
+    """Return the thresholds and values of an element that is a table, in one tensor; for other elements one zero.
 
     The thresholds, in 2^width entries, are the float32 at which the code goes up by one; the values of all codes follow.
     """
@@ -280,7 +280,7 @@ def shared_of(parts: PackedParts, like: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 class RowTiles(NamedTuple):
-    """The tiles that one kernel launch covers: how many, the kernel's arguments for them, and its compile-time constants."""
+    """The tiles of one kernel launch: how many, the kernel's arguments for them, and its compile-time constants."""
 
     count: int
     offsets: tuple[int, int, int, int, int]  # first_tile, tiles_per_row, cols, row_bytes, blocks_per_row
@@ -303,9 +303,9 @@ def tiling(format: Format, job: str, cols: int) -> tuple[int, int]:
 
 
 def _tiles(rows: int, cols: int, format: Format, job: str) -> list[RowTiles]:
-    """Return the tiles of each kernel launch: for one long row full tiles without a mask and the rest with one.
+    """Return the tiles of each kernel launch: for one long row, full tiles without a mask, and the rest with a mask.
 
-    Otherwise all tiles have a mask.
+    Several rows are one launch, with a mask unless rows end with a tile.
     """
     if rows * cols == 0:
         return []

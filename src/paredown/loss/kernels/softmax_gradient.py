@@ -1,4 +1,4 @@
-"""The losses of a chunk's rows, and the gradient of its logits in place of them: two reads and one write, in the dtype of the logits.
+"""`softmax_gradient` computes the losses of a chunk's rows, and overwrites its logits by their gradient.
 
 With the terms of `chunked_cross_entropy.Rows`, own = (1 - e) w_y and smooth = e / V (0 if y is the ignored index), with
 L = log sum_c exp z_c and S = sum_c w_c:
@@ -30,7 +30,7 @@ LOWEST = tl.constexpr(-3.0e38)  # finite: the running maximum of lanes that have
 
 @triton.jit
 def transformed(x, SCALES: tl.constexpr, NUM_TANH: tl.constexpr):
-    """Return f(x) and f'(x) of the transform f of logits."""
+    """Return f(x) and f'(x), where f is the transform of logits that SCALES describes."""
     z = x * SCALES[0]
     slope = tl.full(x.shape, SCALES[0], tl.float32)
     for i in tl.static_range(1, NUM_TANH + 1):
@@ -43,14 +43,14 @@ def transformed(x, SCALES: tl.constexpr, NUM_TANH: tl.constexpr):
 
 @triton.jit
 def update_sum(peak, total, z):
-    """Return the running maximum, and the sum of exp(z - maximum), after the values `z`."""
+    """Return the running maximum `peak`, and the sum `total` of exp(z - maximum), after adding the values `z`."""
     new = tl.maximum(peak, z)
     return new, total * tl.exp(peak - new) + tl.exp(z - new)
 
 
 @triton.jit
 def gradient_of(z, log_sum, factor):
-    """Return factor * softmax of the values `z`."""
+    """Return factor * softmax of the values `z`, where `log_sum` is the log-sum-exp of their row."""
     return factor * tl.exp(z - log_sum)
 
 
@@ -141,8 +141,8 @@ def losses_and_gradient_(
 ) -> Tensor:
     """Return the losses (num_rows,) of `logits`, and overwrite `logits` by their gradient times `scale`.
 
-    If `scale` is None, logits stay unmodified. The values of a row of `logits` are contiguous. `numbers` are the ignored index, 1 -
-    e and e / V, `weights` are one for each class, and their sum. A tensor `scale` has one float32 value for each row.
+    If `scale` is None, logits stay unmodified. The values of a row of `logits` are contiguous. `numbers` are the ignored index, 1 - e
+    and e / V; `weights` are a weight for each class, and the sum of these. A tensor `scale` has one float32 value for each row.
     `scales_of_logits`: SCALES.
     """
     num_rows, num_classes = logits.shape

@@ -1,8 +1,8 @@
-"""Updates and folds of `optim/reference.py` on the CPU as loops that numba compiles: the same bits, in one pass, without scratch tensors.
+"""`update` and `fold` are loops that numba compiles, with the bits of `optim/reference.py`.
 
-A row is read in tiles of whole blocks of all slots, of at most TILE values; a tensor whose rows are whole blocks is one row. Of each tile:
+A row is read in tiles of whole blocks of every slot (weight, moments, gradient), at most TILE values. Rows of whole blocks are one row.
 
-    read each slot -> rule -> find blocks that are not finite -> write each slot, those blocks excepted -> count
+    tile:  read each slot -> rule -> find blocks that are not finite -> write each slot, those blocks excepted -> count
 
 The functions of `codec/loops.py` find scales and codes; here are the rules, integers as `whole_parts` rounds them, sticky scales, roots,
 residues and counters. Which layouts these loops cover is decided in `updater.py`.
@@ -23,9 +23,9 @@ from paredown.codec.loops import FLOAT32, INF, TILE, ZERO, F, S, U, bits_of, ent
 from paredown.optim import reference, rules
 
 SGD, SGDM, NESTEROV, ADAMW, LION = range(5)
-PACKED, ABSENT = -1, -2  # other kinds of slots are the dtypes of plain tensors
+PACKED, ABSENT = -1, -2  # kinds of slots; the others are the dtypes of unpacked tensors
 CODES, WHOLE = range(2)  # how integers are rounded
-WEIGHT, GRADIENT = 0, 3  # places of slots; between them the moments
+WEIGHT, GRADIENT = 0, 3  # indices of a parameter's tensors; between them are the moments
 LIMIT, SMALLEST_SQUARE, LESS = F(reference.LIMIT), F(rules.SMALLEST_SQUARE), F(1 - 2.0**-22)
 HALF_BITS, EXPONENT = S(rules.HALF_BITS), S(0x7F800000)
 STAYS_ABOVE, SMALLEST_STICKY_CODE = reference.STAYS_ABOVE, reference.SMALLEST_STICKY_CODE
@@ -37,7 +37,7 @@ MEMORY = ("codes", "scales", "minimums")
 TABLES = codec.Tables._fields
 INTEGERS = (
     *("kind", "integers", "is_sticky", "roots"),
-    "multiplier",  # of its random bits
+    "multiplier",  # factor of its random bits
     *(f"{name}_{what}" for name in (*MEMORY, *(f"table_{name}" for name in TABLES)) for what in ("address", "len")),
 )
 # how one tensor of a parameter is read and written
@@ -54,7 +54,7 @@ class EntrySlot(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The sizes of an update: rows, columns, values per tile and block, the index of the first value, and whether rounding is random."""
+    """The sizes of an update: rows, columns, values per tile and block, first index; and whether it rounds randomly."""
 
     rows: int
     cols: int
@@ -145,7 +145,7 @@ def lion(h, p, g, m, new_p, new_m):
 
 @inner
 def apply_rule(rule, h, old, new, count):
-    """Write the updated parameter and moments into `new`, computed by `rule` from the previous ones and the gradient in `old`."""
+    """Write the updated parameter and moments into `new`; `old` has the previous ones and the gradient."""
     p, m, v, g = old[0, :count], old[1, :count], old[2, :count], old[3, :count]
     new_p, new_m, new_v = new[0, :count], new[1, :count], new[2, :count]
     if rule == SGD:
@@ -178,7 +178,7 @@ def take_roots(x, roots, y):
 
 @inner
 def invert_roots(y, roots):
-    """Replace each value in `y`, a stored square root (or fourth root), by the number that it was taken of."""
+    """Replace each value in `y`, a stored square root (or about a fourth root), by the number whose root it is."""
     if roots == 2:
         bits = y.view(np.int32)
         for i in range(len(y)):
@@ -225,7 +225,7 @@ def tables_of(how):
 
 @inner
 def blocks_of(n, row, cols, begin, count):
-    """Return the index within the row of a tile's first block, the number of its blocks, and the first block's index in the tensor."""
+    """Return the index of a tile's first block in its row, the number of blocks, and the first one's index in all."""
     if n.block == 0:
         return 0, 0, 0
     first = begin // n.block
@@ -234,14 +234,14 @@ def blocks_of(n, row, cols, begin, count):
 
 @inner
 def bytes_of(parts, n, row, cols, begin, count):
-    """Return the bytes of codes of a tile, `count` values from column `begin` of a row, as a view."""
+    """Return a view of the bytes with the codes of a tile, `count` values of a row from column `begin` on."""
     first = row * ((cols * n.width + 7) // 8) + begin * n.width // 8
     return parts.codes[first : first + (count * n.width + 7) // 8]
 
 
 @inner
 def read(slot, row, cols, begin, y, codes, scales):
-    """Write the decoded values of a slot's tile, times the slot's factor, into y, and the tile's scales into `scales`."""
+    """Decode a tile of a slot (weight, moment or gradient), times its factor, into y, and its scales into `scales`."""
     n, count, factor = slot.numbers, len(y), slot.how.factor
     first, blocks, start = blocks_of(n, row, cols, begin, count)
     if slot.how.kind == PACKED:
@@ -264,7 +264,7 @@ def read(slot, row, cols, begin, y, codes, scales):
 
 @inner
 def read_residue(weight, residue, place, y):
-    """Write 24-bit weights, from index `place` on, into `y`: 16 bits are the bfloat16 weight, and 8 bits the residue."""
+    """Write 24-bit weights, from index `place` on, into `y`: a bfloat16 weight and its 8-bit residue together."""
     words, low, bits = weight.view(np.int16), residue.view(np.int8), y.view(np.int32)
     for i in range(len(y)):
         bits[i] = S(S(S(words[place + i]) << S(16)) + S(S(low[place + i]) << S(8)))
@@ -310,7 +310,7 @@ def whole_codes(y, bits, codes, begin, first_block, n, scales):
 
 @inner
 def sticky_scales(top, n, scale_values, old, scales):
-    """Write the scales of a weight's blocks after an update: the `old` scale wherever it still fits the block's largest value."""
+    """Write the scales of a weight's blocks after an update: the `old` scale if it still fits the largest value."""
     least = F(STAYS_ABOVE * np.float64(n.max_value))
     for b in range(len(top)):
         largest = from_bits(top[b])
@@ -329,7 +329,7 @@ def encode_blocks(slot, y, begin, first, blocks, old, scales, made, bits, codes)
     top, low, high = made.ends[0, :blocks], made.ends[1, :blocks], made.ends[2, :blocks]
     codec.find_ends(y, begin, first, n, top, low, high)
     values, minimums, scale_codes = scales.values[:blocks], scales.minimums[:blocks], scales.codes[:blocks]
-    minimums[:] = ZERO  # what another slot left there
+    minimums[:] = ZERO  # instead of what another slot left there
     if slot.how.is_sticky:
         sticky_scales(top, n, slot.tables.scales, old, scales)
     else:
@@ -343,7 +343,7 @@ def encode_blocks(slot, y, begin, first, blocks, old, scales, made, bits, codes)
 
 @inner
 def write(slot, row, cols, begin, x, bits, skipped, old, scales, made):
-    """Encode a tile's values x and store codes and scales in the slot, except where the mask `skipped` is set (empty: everywhere)."""
+    """Encode a tile's values x, and store codes and scales except where the mask `skipped` is set (empty: nowhere)."""
     n, count = slot.numbers, len(x)
     y, codes, old_codes, random = made.y[:count], made.codes[:count], made.old_codes[:count], made.bits[:count]
     first, blocks, start = blocks_of(n, row, cols, begin, count)
@@ -378,7 +378,7 @@ def write(slot, row, cols, begin, x, bits, skipped, old, scales, made):
 
 @inner
 def store_scales(slot, begin, first, blocks, start, skipped, scales):
-    """Store scales and minimums of a tile, except of blocks whose first value is set in the mask `skipped`."""
+    """Store scales and minimums of a tile, except those of blocks that the mask `skipped` marks."""
     n, values, minimums, codes = slot.numbers, scales.values, scales.minimums, scales.codes
     if not len(skipped):
         codec.write_scales(slot.parts, start, n, codes[:blocks], values[:blocks], minimums[:blocks])
@@ -419,9 +419,9 @@ def find_not_finite(slots, new, count, lost):
 
 @inner
 def skip_blocks(begin, block, old, new, count, lost, skipped):
-    """Mark in `skipped` all values of the blocks that have a value marked in `lost`, and return how many blocks these are.
+    """Mark in `skipped` the values of all blocks with a value marked in `lost`; return the number of these blocks.
 
-    Their new weights become the old ones."""
+    The weights in these blocks stay as they were."""
     num = 0
     for b in range(begin // block, (begin + count - 1) // block + 1):
         start, stop = codec.place_of(b, block, begin, count)
@@ -438,7 +438,7 @@ def skip_blocks(begin, block, old, new, count, lost, skipped):
 
 @inner
 def half_step(p, scale, min_exponent, mantissa_bits):
-    """Return half the distance between the format's neighbouring values at `p`; `scale` is that of the block (1 without blocks)."""
+    """Return half the distance between the format's values around `p`; `scale`: of the block (1 without blocks)."""
     inverse = F(F(1) / scale)
     y = F(p * (inverse if inverse < INF else ZERO))
     least = S(S(min_exponent + 127) << S(23))
@@ -448,7 +448,7 @@ def half_step(p, scale, min_exponent, mantissa_bits):
 
 @inner
 def count_changes(n, mantissa_bits, begin, first_number, block, p, new_p, stored, old, skipped, counters):
-    """Add the sampled blocks of a tile to the counters of diagnostics: how many weights changed, before and after rounding."""
+    """Count for diagnostics how many weights of a tile's sampled blocks changed, before and after rounding."""
     first = begin // n.block if n.block else 0
     for b in range(begin // block, (begin + len(p) - 1) // block + 1):
         start, stop = codec.place_of(b, block, begin, len(p))
@@ -491,7 +491,7 @@ def new_scratch():
 def _entries(codec_version: int) -> tuple[Any, Any]:
     """Return the compiled functions `update` and `fold`.
 
-    numba keeps compiled code by the source of this file and by `codec_version`, a number of the source of the codec's loops.
+    numba stores compiled code under the source of this file and `codec_version`, a checksum of the source of the codec's loops.
     """
 
     def update(numbers, records, residue, shape, k0, k1, rule, h, counters):

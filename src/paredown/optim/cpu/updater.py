@@ -1,4 +1,4 @@
-"""Updates and folds on the CPU: in loops that numba compiles (`loops.py`), or `reference.py` where numba is missing or `covers` says no.
+"""`Updater` updates a parameter, and `fold` adds a gradient to a packed sum, by compiled loops or else `reference.py`.
 
 updater = Updater(RULES["adamw"], unit)
 updater.update(hyper, step, seed=0, gradient=None)
@@ -29,15 +29,15 @@ from paredown.optim.rules import Rule
 COMPILED_RULES = ("sgd", "sgdm", "nesterov", "adamw", "lion")  # as loops.py counts them
 LONGEST_TILE = 2048  # values, as in `codec/loops.py`
 WHOLE_BYTES = 8  # values of any width that end on a byte
-MULTIPLIERS = (1, *MOMENT_BITS, 1)  # of the random bits of weight, moments and gradient
-WEIGHT, GRADIENT = 0, 3  # places of slots; between them the moments
+MULTIPLIERS = (1, *MOMENT_BITS, 1)  # factors of the random bits of weight, moments and gradient
+WEIGHT, GRADIENT = 0, 3  # indices of a parameter's tensors; between them are the moments
 
 
 @lru_cache(maxsize=1024)
 def covers(layout: UpdateLayout, cols: int) -> bool:
     """Return whether `loops.py` can update parameters of this layout with `cols` columns.
 
-    They do not cover rules of whole matrices, formats with one scale for the whole tensor, and blocks that are longer than a tile (the
+    The loops do not cover rules of whole matrices, formats with one scale for the whole tensor, or blocks that are longer than a tile (the
     values that a loop decodes at once).
     """
     has_tensor_scale = any(format.has_tensor_scale for format in _formats(layout))
@@ -54,7 +54,7 @@ class Updater:
     def update(self, hyper: Sequence[float], step: int, seed: int, gradient: Tensor | None = None) -> None:
         """Update the parameter and its state in place; `step` counts from 1.
 
-        `gradient`: a plain gradient in new memory; None if the unit's gradient is used."""
+        `gradient`: an unpacked gradient in new memory; None if the unit's gradient is used."""
         unit = self.unit
         if not covers(self.layout, unit.cols) or codec.find_loops(unit.weight.codes) is None:
             reference.update(self.rule, unit if gradient is None else with_gradient(unit, gradient), hyper, step, seed)
@@ -73,7 +73,7 @@ class Updater:
 
 
 def with_gradient(unit: UpdateUnit, grad: Tensor) -> UpdateUnit:
-    """Return `unit`, the tensors of a parameter's update, with `grad` as its plain gradient."""
+    """Return `unit`, the tensors of a parameter's update, with the unpacked gradient `grad` in it."""
     return replace(unit, gradient=UpdateSlot(None, unit.gradient.rounding, PackedParts(grad.detach().view(unit.rows, unit.cols))))
 
 
@@ -82,7 +82,7 @@ def _formats(layout: UpdateLayout) -> list[Format]:
 
 
 def _unit_len(layout: UpdateLayout) -> int:
-    """Return the smallest number of values that consists of whole blocks and whole bytes in every slot."""
+    """Return the smallest number of values that are whole blocks and whole bytes in every tensor of the update."""
     return lcm(WHOLE_BYTES, layout.block, *(format.block for format in _formats(layout) if format.block))
 
 
@@ -125,16 +125,16 @@ def _memory(unit: UpdateUnit, layout: UpdateLayout) -> Any:
 
 
 def _tiles(rows: int, cols: int, unit_len: int) -> tuple[int, int, int]:
-    """Return rows, columns and tile length (values decoded at once) for a (rows, cols) tensor, as one row if tiles allow it."""
+    """Return rows, columns and values per tile with which loops read a (rows, cols) tensor: as one row if possible."""
     if cols % unit_len == 0:
         rows, cols = 1, rows * cols
     return rows, cols, min(max(LONGEST_TILE // unit_len, 1) * unit_len, cols)
 
 
 def _slot(slot: UpdateSlot, overflow: Overflow, rule: str, *, integers: int, multiplier: int) -> tuple[Any, Any]:
-    """Return how a slot is encoded, and its record of `loops.SLOT`, of which `integers` and `multiplier` are fields.
+    """Return the encoding of a tensor as numbers for the loops, and its record of dtype `loops.SLOT`.
 
-    `_encoding` holds the tables to whose addresses the record refers.
+    `integers` and `multiplier` are fields of the record. `_encoding` keeps the tables alive whose addresses are in it.
     """
     from paredown.optim.cpu import loops
 
@@ -147,7 +147,7 @@ def _slot(slot: UpdateSlot, overflow: Overflow, rule: str, *, integers: int, mul
 
 @cache
 def _encoding(format: Format, rounding: Rounding, overflow: Overflow, rule: str) -> tuple[Any, Any, list[int]]:
-    """Return the numbers that describe this encoding to compiled loops, its tables, and the tables' addresses and lengths."""
+    """Return the numbers that describe this encoding to the loops, its tables, and the tables' places in memory."""
     numbers, tables = numbers_of(format, rounding, overflow, rule)
     return numbers, tables, [number for table in tables for number in (table.ctypes.data, len(table))]
 
@@ -155,7 +155,7 @@ def _encoding(format: Format, rounding: Rounding, overflow: Overflow, rule: str)
 def _where(tensor: Tensor | None) -> tuple[int, int]:
     """Return the address and the bytes of a contiguous tensor; (0, 0) for None.
 
-    A plain gradient has no address here, because it is a new tensor in every step.
+    An unpacked gradient has no address here, because it is a new tensor in every step.
     """
     if tensor is None or tensor.is_meta:
         return 0, 0

@@ -1,4 +1,4 @@
-"""Device functions of the rules: roots, reciprocals, and one update of a number. `rules.py` defines them; values to values, no memory.
+"""Device functions update numbers by the rules of `rules.py`, and load and store the values of a tile.
 
 A root and a reciprocal are approximated by the special function unit and corrected by one step of Newton's method whose residual is exact,
 which rounds correctly within the checked range; the root and the division of the compiler also branch for values outside of it.
@@ -79,13 +79,13 @@ def reciprocal(x):
 
 @triton.jit
 def companded(r):
-    """Return about the square root of r > 0, the root of a second moment; it is stored where the moment has few bits."""
+    """Return about the square root of r > 0, which is itself the root of a second moment; it is stored in few bits."""
     return as_float((as_bits(r) >> 1) + HALF_BITS)
 
 
 @triton.jit
 def expanded(y):
-    """Return the root of a second moment from the number that `companded` stored for it."""
+    """Return the root of a second moment from the number that `companded` returned for it."""
     return as_float(tl.maximum(as_bits(y) - HALF_BITS, 0) << 1)
 
 
@@ -150,7 +150,7 @@ def block_starts(at, VALUES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def places(at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Return the offsets of the entries (VALUES values each) of a tile, (NB, BLOCK / VALUES), and a mask of those inside the tensor.
+    """Return the offsets of a tile's entries, (NB, BLOCK / VALUES), and a mask of those inside of the tensor.
 
     Offsets count from the tile's start if the tile is a RUN, else from the tensor's.
     """
@@ -222,7 +222,7 @@ def store_scales(ptr, stored, broken, at, SCALE: tl.constexpr, TILE: tl.constexp
 
 @triton.jit
 def high_key(index):
-    """Return the change of the second key of the random bits for element indices of 2^32 and more; 0 for smaller ones."""
+    """Return the change of the random bits' second key for element indices from 2^32 on; 0 for smaller ones."""
     high = (index >> 32).to(tl.uint32) * HIGH_INDEX
     return (high ^ (high >> 15)) * MULTIPLIER_2
 
@@ -231,7 +231,7 @@ def high_key(index):
 def random_2d(first_index, k0, k1, at, TILE: tl.constexpr):
     """Return the random bits that the codec uses for the values of a tile.
 
-    A RUN lies within one multiple of 2^32 (see `launch.py`), a block may pass into the next.
+    The indices of a RUN have the same upper 32 bits (see `launch.py`); in other tiles those of a block may differ.
     """
     if TILE[0] == RUN:
         offsets, _ = places(at, 1, TILE)
@@ -249,7 +249,7 @@ def random_2d(first_index, k0, k1, at, TILE: tl.constexpr):
 
 @triton.jit
 def place_multiplier(place):
-    """Return the factor that turns the hash that four adjacent values share into the random bits of the value at `place` (0 to 3)."""
+    """Return the factor from the hash that four adjacent values share to the random bits of value `place` (0 to 3)."""
     return tl.where(place == 0, 1, tl.where(place == 1, PLACE_1, tl.where(place == 2, PLACE_2, PLACE_3))).to(tl.uint32)
 
 

@@ -1,6 +1,6 @@
-"""The host's side of the kernels: what they cover, the constants they are compiled with, the table of tensors, and the launches.
+"""Host functions prepare and launch the kernels that update parameters and add up gradients.
 
-Sums of squares of many packed tensors, in two launches whatever their number: one number for each tile, then one for each tensor.
+Sums of squares of many packed tensors take two launches whatever their number: one number for each tile, then one for each tensor.
 
     tile      squares[i] = sum over its values of (code value * scale)^2
     tensor    sum of its tiles, in their order: the same bits every time, which atomic additions would not give
@@ -42,14 +42,14 @@ RULE_NUMBERS = {
 }
 STORAGES = {torch.float32: slots.PLAIN_FP32.value, torch.bfloat16: slots.PLAIN_BF16.value, torch.float16: slots.PLAIN_FP16.value}
 COLUMNS = update.COLUMNS.value
-NUM_HYPERS = 12  # of a row: at most 9 numbers, padded to a multiple of 16 bytes
+NUM_HYPERS = 12  # numbers in a row: at most 9, padded to a multiple of 16 bytes
 TILE, RAGGED_TILE = 2048, 1024  # values; 16 and 8 for each thread
 WARPS = 4
 MAX_REGISTERS = 96  # allows 20 warps at a time, whose loads and arithmetic overlap
 RUN, EVEN, RAGGED = arithmetic.RUN.value, arithmetic.EVEN.value, arithmetic.RAGGED.value
 MOST_TURNS = 8  # tiles per program: looking up its tensor takes 200 operations, too many for 16 values per thread
-PROGRAMS = 4096  # at least, before a program takes several tiles: some for each multiprocessor
-MOST_BLOCKS = 64  # of a tile: as many as are sampled together
+PROGRAMS = 4096  # some for each multiprocessor: with fewer programs, each takes one tile
+MOST_BLOCKS = 64  # in a tile: as many as are sampled together
 ABSENT = ((slots.ABSENT.value, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0), (0,) * 11)
 
 
@@ -58,7 +58,7 @@ ABSENT = ((slots.ABSENT.value, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0), (0,) * 11)
 
 @cache
 def covers(how: UpdateLayout) -> bool:
-    """Return whether a kernel can update parameters stored as `how` says: 4 or 8 bits in blocks of one length, or plain tensors."""
+    """Return whether a kernel can update this layout: tensors of 4 or 8 bits in blocks of one length, or unpacked."""
     kinds = (how.weight, *how.moments, how.gradient)
     return (
         how.rule in RULE_NUMBERS
@@ -92,7 +92,7 @@ def covers_format(format: Format) -> bool:
 
 @cache
 def slot_constants(kind: SlotKind, is_weight: bool, has_residue: bool) -> tuple[Any, Any]:
-    """Return the compile-time constants (SLOT, ELEMENT) of a slot, as `slots.py` documents them."""
+    """Return the compile-time constants (SLOT, ELEMENT) of `slots.py` for a weight, moment or gradient."""
     stored = kind.stored
     element = stored.element
     is_sticky = is_weight and stored.scale is not None and stored.scale.name == "e8m0"
@@ -117,12 +117,12 @@ def constants_of(how: UpdateLayout) -> dict[str, Any]:
 
 
 class UpdateTiles(NamedTuple):
-    """The numbers of tiles of a tensor: first `full` tiles that are contiguous in memory, then `others` of the shape EVEN or RAGGED."""
+    """The numbers of a tensor's tiles: first `full` tiles, contiguous in memory, then `others`, EVEN or RAGGED."""
 
     full: int
     others: int
     shape: int
-    first_other: int  # the number of the first of these, in tiles of their size
+    first_other: int  # the number of the first of `others`, counted in tiles of their size
     blocks_per_row: int
     num_blocks: int
 
@@ -137,7 +137,7 @@ def tile_blocks(shape: int, block: int) -> int:
 def tiles_of(rows: int, cols: int, first_index: int, block: int) -> UpdateTiles:
     """Return the tiles into which a tensor of (rows, cols) values is divided.
 
-    Where indices could pass 2^32 within a tile, or start within four values, none is a run.
+    No tile is a RUN if an index could pass 2^32 within it, or if the first index is no multiple of 4.
     """
     is_even = first_index % 4 == 0
     blocks_per_row, shape = -(-cols // block), EVEN if cols % 16 == 0 and is_even else RAGGED
@@ -174,7 +174,7 @@ class LaunchGroup:
         self._set_addresses(np.array([_addresses(u.gradient) for u in units], np.int64))
 
     def _row(self, unit: UpdateUnit, tiles: UpdateTiles, seed: int, first: list[int]) -> list[int]:
-        """Return the row of one parameter in the table that the kernel reads; `first`: its first program for each shape of tiles."""
+        """Return a parameter's row in the kernel's table; `first`: its first program for each shape of tiles."""
         m, v = [*unit.moments, None, None][:2]
         pointers = [*_addresses(unit.weight), _addresses(unit.residue)[0], *_addresses(m), *_addresses(v)]
         for address in pointers:
@@ -186,13 +186,13 @@ class LaunchGroup:
         return [*pointers, *others, *sizes, *Seed(seed, 8 * unit.tensor_id).base_keys(), tiles.full]
 
     def _owners_of(self, shape: int) -> Tensor:
-        """Return the index of the parameter that each program (thread block) works on, in the launch for tiles of this shape."""
+        """For the launch with tiles of this shape, return the parameter's index for each program (thread block)."""
         runs = [-(-tiles.full // self._turns) for tiles in self._tiles]
         counts = runs if shape == RUN else [tiles.others if shape == tiles.shape else 0 for tiles in self._tiles]
         return torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts)).to(self.device)
 
     def set_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Use other plain gradients, of the same dtype and size, from now on."""
+        """Use other unpacked gradients, of the same dtype and size, from now on."""
         addresses = np.zeros((len(gradients), 2), np.int64)
         addresses[:, 0] = [grad.data_ptr() for grad in gradients]
         self._set_addresses(addresses)
@@ -228,7 +228,7 @@ class LaunchGroup:
 
 @lru_cache(maxsize=1024)
 def _launches(how: UpdateLayout, has_factor: bool, is_aligned: bool, counts: tuple[int, ...]) -> list[Launch | None]:
-    """Return the launches of `update_kernel` for tiles of the shapes RUN, EVEN and RAGGED, given their programs; None for 0 programs."""
+    """Return the launches of `update_kernel` for the tile shapes RUN, EVEN and RAGGED; None where `counts` is 0."""
     constants = {**constants_of(how), "HAS_FACTOR": has_factor, "ALIGNED": is_aligned, "NUM_HYPERS": NUM_HYPERS}
     return [
         Launch(update.update_kernel, count, (), {**constants, "TILE": tile_constant(shape, how.block)}) if count else None
@@ -252,7 +252,7 @@ def _addresses(slot: UpdateSlot | None) -> tuple[int, int]:
 
 
 def update_one(unit: UpdateUnit, how: UpdateLayout, hyper: Sequence[float], step: int, seed: int, gradient: Tensor | None) -> None:
-    """Update one parameter and its state in place; `gradient`, if not None, replaces the unit's plain gradient."""
+    """Update one parameter and its state in place; `gradient`, if not None, is used instead of the unit's gradient."""
     w, g = unit.weight.parts, unit.gradient.parts
     pointers: list[Tensor | None] = [w.codes, w.scales, None if unit.residue is None else unit.residue.codes]
     for moment in unit.moments:
@@ -319,7 +319,7 @@ def squares_kernel(
     owners_ptr, table_ptr, squares_ptr, ELEMENT: tl.constexpr, BLOCK_LEN: tl.constexpr, SCALE: tl.constexpr, COLS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store the sum of squares of one tile: [ c0 c1 c2 c3 | c4 c5 c6 c7 ] with scales [ s0 | s1 ] gives (c0 s0)^2 + ... + (c7 s1)^2."""
+    """Store a tile's sum of squares: [ c0 c1 | c2 c3 ] with scales [ s0 | s1 ] gives (c0 s0)^2 + ... + (c3 s1)^2."""
     pid = tl.program_id(0)
     row = table_ptr + tl.load(owners_ptr + pid) * COLS
     numel = tl.load(row + 2)

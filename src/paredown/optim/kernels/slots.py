@@ -1,6 +1,6 @@
-"""Device functions for the slots of a tile (`arithmetic.py`): load as float32 (NB, BLOCK), encode and store.
+"""Device functions load, encode and store a tile of a slot, which is a weight, moment or gradient.
 
-SLOT is a compile-time tuple, made in `launch.py`, and ELEMENT is that of `codec/kernels/numbers.py`:
+Loaded tiles are float32 (NB, BLOCK). SLOT is a compile-time tuple, made in `launch.py`; ELEMENT is that of `codec/kernels/numbers.py`:
 
     0 storage  1 rounding  2 roots  3 scale  4 is_sticky  5 max_value  6 half of a step in a binade of 1  7 0.2 max_value  8 1 / max_value
 """
@@ -105,7 +105,7 @@ def load_blocks(codes_ptr, scale, at, IS_SHORT: tl.constexpr, ELEMENT: tl.conste
 def load_slot(
     codes_ptr, scales_ptr, factor, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_FACTOR: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the float32 values of a slot's tile, (NB, BLOCK), times `factor`."""
+    """Return a tile of a slot (weight, moment or gradient) as float32, (NB, BLOCK), times `factor`."""
     if SLOT[0] == BLOCKS:
         scale = load_scale(load_scales(scales_ptr, at, SLOT[3], TILE), SLOT[3])
         if HAS_FACTOR:
@@ -162,7 +162,7 @@ def largest_of(x):
 
 @triton.jit
 def over_max_value(largest, SLOT: tl.constexpr):
-    """Return largest / max_value of the slot's format, correctly rounded from 2^-126 on, and rounded down below."""
+    """Return largest / max_value of the format, correctly rounded from 2^-126 on, and rounded down below 2^-126."""
     if INTERPRETED or (SLOT[3] == E8M0 and not SLOT[4]):
         return tl.div_rn(largest, tl.zeros_like(largest) + SLOT[5])
     else:
@@ -178,7 +178,7 @@ def cover_scale(largest, SLOT: tl.constexpr):
 
 @triton.jit
 def sticky_scale(largest, old, SLOT: tl.constexpr):
-    """Return the e8m0 scale of each weight block after an update: the `old` one wherever it still fits the block's `largest` value."""
+    """Return each weight block's e8m0 scale after an update: the `old` scale if it still fits the `largest` value."""
     cover = tl.maximum((as_bits(over_max_value(largest, SLOT)) + 0x7FFFFF) >> 23, SMALLEST_STICKY_CODE)
     enough = largest >= SLOT[7] * load_scale(old, E8M0)
     return tl.where((largest == 0.0) | ((cover <= old) & enough), old, cover)
@@ -271,7 +271,7 @@ def stochastic(y, random, ELEMENT: tl.constexpr):
 
 @triton.jit
 def store_codes(ptr, codes, broken, at, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Store a tile's codes of 8 or 4 bits, except for blocks marked in `broken`; 4-bit codes past the end of a row are 0."""
+    """Store a tile's codes of 8 or 4 bits, except for `broken` blocks; 4-bit codes past the end of a row are 0."""
     if WIDTH == 4:
         if TILE[0] != RUN:
             _, inside = places(at, 1, TILE)
@@ -283,7 +283,7 @@ def store_codes(ptr, codes, broken, at, WIDTH: tl.constexpr, TILE: tl.constexpr)
 
 @triton.jit
 def rounded_plain(x, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return the bits (int32) of a finite x rounded to the dtype of an unpacked slot."""
+    """Return the bits (int32) of a finite x rounded to the dtype of an unpacked tensor."""
     bits = as_bits(x)
     if SLOT[0] == PLAIN_FP32:
         return bits
@@ -309,7 +309,7 @@ def decoded_plain(x, bits, STORAGE: tl.constexpr):
 
 @triton.jit
 def store_plain(ptr, x, bits, broken, at, STORAGE: tl.constexpr, TILE: tl.constexpr):
-    """Store one tile in an unpacked tensor: float32 `x`, or its `bits` in 16-bit dtypes, except for blocks marked in `broken`."""
+    """Store a tile of an unpacked tensor: `x`, or for 16-bit dtypes `bits`, except for blocks marked in `broken`."""
     if STORAGE == PLAIN_FP32:
         store_2d(ptr.to(tl.pointer_type(tl.float32)), x, broken, at, 1, TILE)
     else:
@@ -318,7 +318,7 @@ def store_plain(ptr, x, bits, broken, at, STORAGE: tl.constexpr, TILE: tl.conste
 
 @triton.jit
 def half_step(p, scale, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return half the distance between the format's neighbouring values at `p`; `scale` (NB,) has the scales of blocks."""
+    """Return half the distance between the format's values around `p`; `scale` (NB,) has the scales of blocks."""
     if SLOT[0] == BLOCKS:
         p = p * inverse_scale(scale)[:, None]
     binade = as_float(tl.maximum(as_bits(p) & INF_BITS, (ELEMENT[3] + 127) << 23)) * SLOT[6]

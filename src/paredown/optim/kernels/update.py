@@ -1,10 +1,10 @@
-"""One update of many tensors in one launch, and of one tensor at once: decode, rule, encode. `optim/reference.py` defines it.
+"""These kernels update many tensors in one launch, or a single tensor, as `optim/reference.py` defines.
 
 A program covers tiles of NB blocks of one tensor, one after the other. The tensor and its addresses are read from tables:
 
     owners   [ 0 0 0 1 2 2 ]        program -> tensor
     table    [ addresses of its parts | first_tile, cols, ... | keys of its random bits ]        one row of int64 for each tensor
-    grads    [ addresses of its gradient's parts ]        a table of its own, since plain gradients are new tensors in every step
+    grads    [ addresses of its gradient's parts ]        a table of its own, since unpacked gradients are new tensors in every step
     places   [ row of `hypers`, step ]        one for each tensor, or one for all (stride 0)
 
     tile of 2 blocks of 4:   p p p p | p p p p        codes * scale, then the rule, then max |p'| of each block gives its next scale
@@ -65,7 +65,7 @@ COLUMNS = tl.constexpr(18)  # of the table
 def store_moment(
     codes_ptr, scales_ptr, x, random, largest, broken, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr
 ):
-    """Encode a tile of a moment and store it, except for blocks marked in `broken`; `largest`: of each block."""
+    """Encode and store a tile of a moment except for `broken` blocks; `largest`: each block's largest magnitude."""
     if SLOT[0] == BLOCKS:
         scale = cover_scale(largest, SLOT)
         store_scales(scales_ptr, scale, broken, at, SLOT[3], TILE)
@@ -92,9 +92,9 @@ def store_weight(
     codes_ptr, scales_ptr, residue_ptr, counters_ptr, new, random, largest, broken, at,
     SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_RESIDUE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Encode a tile of new weights and store it, except for blocks marked in `broken`; add a sampled tile to the counters.
+    """Encode and store a tile of new weights, except for `broken` blocks; count a sampled tile for diagnostics.
 
-    For these the old weights are loaded a second time, which saves registers.
+    The old weights of a sampled tile are loaded a second time, which saves registers.
     """
     is_sampled = (at[0] * TILE[1] // SAMPLED_BLOCKS) % SAMPLED_EVERY == 0
     if SLOT[0] == BLOCKS:
@@ -270,7 +270,7 @@ def fold_kernel(
     codes_ptr, scales_ptr, grad_ptr, factor_ptr, first_tile, cols, blocks_per_row, num_blocks, first_index, k0, k1, weight,
     SLOT: tl.constexpr, ELEMENT: tl.constexpr, GRAD: tl.constexpr, HAS_FACTOR: tl.constexpr, IS_FIRST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of a gradient, times `weight`, to a packed sum of gradients; store it alone if IS_FIRST."""
+    """Add one tile of a gradient, times `weight`, to a packed sum of gradients, or replace the sum if IS_FIRST."""
     codes_ptr = codes_ptr.to(tl.pointer_type(tl.uint8))
     scales_ptr = scales_ptr.to(tl.pointer_type(tl.uint8))
     zero = tl.zeros((), tl.int64)

@@ -1,4 +1,4 @@
-"""Packed weights under FSDP2: each process stores codes and scales of its rows, and all-gathers move these instead of values.
+"""Packed weights under FSDP2: each process stores codes and scales of its rows, and all-gathers send these.
 
     p                    the sharded parameter of torch, a DTensor; the same Python object before and after packing
     p._local_tensor      a view (`PackedParameter`) of the rows of this process, without memory of its own
@@ -58,10 +58,10 @@ class PackedShard:
     managed: Any  # the FSDPParam of torch
     weight: Weight
     padded: PackedParts  # codes and scales with the rows that FSDP2 pads to; those of `weight` are their first rows
-    _rows: nn.Parameter  # stands for the rows of this process in `weight`, which refers to it weakly
+    _rows: nn.Parameter  # the parameter of `weight`, which has a weak reference to it
 
     def __post_init__(self) -> None:
-        self.num_processes = int(self.managed.mesh_info.shard_mesh_size)  # that share the parameter's rows
+        self.num_processes = int(self.managed.mesh_info.shard_mesh_size)  # processes that share the parameter's rows
         # the rows of zeros that all processes together add to the parameter, in order to store as many rows as the first shard has
         self.padding = int(self.managed.padded_sharded_param_size[0]) * self.num_processes - self.parameter.shape[0]
 
@@ -81,7 +81,7 @@ class PackedShard:
         return tuple(self.padded.tensors()), None
 
     def decode_gathered(self, gathered: tuple[Tensor, ...], dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        """Return the whole parameter, decoded from `gathered`, the codes and scales of all processes, which are then freed.
+        """Return the whole parameter, decoded from all processes' codes and scales in `gathered`, which are freed.
 
         `out`: the tensor to decode into; None for a new one.
         """
@@ -144,7 +144,7 @@ def _padded(part: Tensor, rows: int) -> Tensor:
 
 
 def _extend(local: PackedParameter, shard: PackedShard) -> None:
-    """Set the attributes of a local tensor that FSDP2 calls before and after an all-gather, to gather codes and decode them."""
+    """Give a local tensor the functions that FSDP2 calls around an all-gather, to send codes and decode them."""
 
     def gather(mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         return shard.gather_inputs()
@@ -170,7 +170,7 @@ def plain_copy(value: DTensor) -> DTensor:
 
 
 def forget_gathered(managed: Any) -> None:
-    """Make FSDP2 allocate new memory for the next all-gather of a parameter (its FSDPParam), since packed rows have another size."""
+    """Make FSDP2 allocate new memory for the next all-gather of a parameter, since packed rows have another size."""
     managed.all_gather_outputs, managed._unsharded_inner_tensors = [], []
     if hasattr(managed, "_unsharded_param"):
         del managed._unsharded_param
@@ -246,7 +246,7 @@ Refused = dict[str, tuple[Format, str]]  # name -> requested format, and why it 
 
 
 def pack_shards(wanted: dict[str, tuple[DTensor, Format]], model: nn.Module) -> tuple[dict[str, PackedShard], Refused]:
-    """Pack the `wanted` parameters of a model under fully_shard; return the packed ones by name, and reasons for those that cannot be."""
+    """Pack the `wanted` parameters of a model under fully_shard; return the shards, and why others are not packed."""
     reshard(model)
     managed = {id(one.sharded_param): one for one in managed_parameters(model)}
     reasons = {name: reason_to_keep_shard_plain(p, managed.get(id(p)), format) for name, (p, format) in wanted.items()}

@@ -1,4 +1,4 @@
-"""`reduce_in_8_bits`: gradients travel between processes as codes and scales, and are summed in float32.
+"""`reduce_in_8_bits` makes processes send gradients as codes and scales, and sum them in float32.
 
 For a buffer of n values on W processes, process r owns the values of chunk r, ceil(n / W) of them:
 
@@ -78,7 +78,7 @@ def _checked(format: Format | str) -> Format:
 
 
 class Reduction:
-    """The exchange of gradients between processes in a low-bit format; it has the format, the seed and the counts of reductions."""
+    """The exchange of gradients between processes in a low-bit format, with its seed and its counts of reductions."""
 
     def __init__(self, format: Format, seed: int) -> None:
         self.format, self.seed = format, seed
@@ -113,7 +113,7 @@ class Reduction:
         return total
 
     def for_all(self, chunk: Tensor, buffer: int, group: Any) -> Tensor:
-        """Send the chunk that this process has reduced to all others, and return the chunks of all, (processes, values).
+        """Send the chunk that this process has reduced to all others, and return all chunks, (processes, values).
 
         Every process decodes them from the same codes."""
         size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -139,7 +139,7 @@ def _gathered(row: Tensor, size: int, group: Any) -> Tensor:
 
 
 def reduce_bucket(reduction: Reduction, group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Replace the gradients in a bucket of DistributedDataParallel by their means over all processes, and return these as a future."""
+    """Replace the gradients in a bucket of DistributedDataParallel by their means, and return a future of them."""
     values = bucket.buffer()
     size = dist.get_world_size(group)
     with torch.no_grad():

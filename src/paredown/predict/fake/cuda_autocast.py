@@ -1,4 +1,4 @@
-"""Autocast of CUDA on fake CPU tensors, also on machines without CUDA: torch.autocast sets CUDA's state, whatever device it names.
+"""Runs autocast for CUDA on fake CPU tensors, also without CUDA: torch.autocast sets CUDA's autocast state, whatever device it names.
 
 Activation checkpointing stores the autocast state in forward and enters it again for the recomputation in backward. torch reads the
 state of the device of the checkpoint's arguments, which is the CPU for fake tensors: `cuda_autocast` makes it read that of CUDA.
@@ -18,10 +18,10 @@ from torch.utils import checkpoint
 
 @contextmanager
 def cuda_autocast(dtype: torch.dtype | None, free_casts: Callable[[], None]) -> Generator[None]:
-    """Return a context with autocast for CUDA in `dtype` (off for None), on fake CPU tensors.
+    """Return a context with autocast for CUDA in `dtype` (None turns it off), for fake CPU tensors.
 
-    `free_casts` is called wherever torch frees its cached casts of parameters. torch frees them at the end of the outermost
-    autocast context: of this one, or in backward of the one around a recomputation.
+    `free_casts` is called whenever torch frees its cached casts of parameters: at the end of the outermost autocast context, which is this
+    one, or in backward the one around a recomputation.
     """
     enabled_before, dtype_before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", dtype is not None)

@@ -1,4 +1,4 @@
-"""`FakeStep`: runs forward, loss and backward of a model on fake tensors and records what happens.
+"""`FakeStep` runs forward, loss and backward of a model on fake tensors, and records what they allocate and save.
 
 The step runs on the CPU with the operations of the target device (predict/fake/fake_tensors.py). A `Timeline` gives each operation a tick
 and records every allocation (predict/timeline.py); a `Recorder` packs every saved tensor that can be packed (predict/saved_lifetimes.py).
@@ -35,7 +35,7 @@ from paredown.predict.token_modules import TracedCalls
 from paredown.roles import Role
 
 Span = tuple[int, int]
-LOSS = "loss"  # phase and name prefix of what the loss saves
+LOSS = "loss"  # phase of the loss, and name prefix of tensors that it saves
 TRACING, IS_FAKE = "transformers.utils.import_utils", "is_fake_tensor"
 NO_GRADIENT = "no gradient reaches the loss: every parameter is frozen, or the model runs under no_grad."
 NO_LOSS, LOSS_EXAMPLE = "There is no loss", "loss=torch.nn.functional.cross_entropy"
@@ -44,7 +44,7 @@ ADVICE = "Fake tensors have shapes and no values: move that decision out of the 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The parts of a batch: arguments of the model, and arguments that the loss gets after the model's output."""
+    """A batch split into the arguments of the model and the targets, which the loss gets after the model's output."""
 
     args: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -52,9 +52,9 @@ class Arguments:
 
     @staticmethod
     def of(batch: Any, loss: Any) -> Arguments:
-        """Return the parts of `batch`: with a loss, the last item of a tuple is the target, all others go to the model.
+        """Return `batch`, split: with a loss, the last item of a tuple is the target, and all others go to the model.
 
-        Without a loss (None) all go to the model.
+        Without a loss (None), all items go to the model.
         """
         if isinstance(loss, type) or not (loss is None or callable(loss)):
             given = f"the class {loss.__name__}: pass an instance, {loss.__name__}()" if isinstance(loss, type) else repr(loss)
@@ -73,19 +73,19 @@ class Arguments:
 
 @final
 class Loss(nn.Module):
-    """A loss function as a module, so that what it saves is recorded like that of other modules."""
+    """A module that calls a loss function, so that tensors that the loss saves are recorded as those of a module."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self._function = (function,)
 
     def forward(self, *args: Any) -> Tensor:
-        """Return the loss that the function computes."""
+        """Return the loss that the function computes from `args`."""
         return self._function[0](*args)
 
 
 class ModuleRunTimes:
-    """A record of the times, as ticks of the step's timeline, at which modules that own parameters run."""
+    """A record of the times (ticks, positions of operations in the step) at which modules that own parameters run."""
 
     def __init__(self, modules: Iterable[nn.Module], current_tick: Callable[[], int]) -> None:
         self._current_tick = current_tick
@@ -95,7 +95,7 @@ class ModuleRunTimes:
 
     @contextmanager
     def recording(self) -> Generator[None]:
-        """Return a context in which module calls are recorded, also those in backward."""
+        """Return a context in which calls of modules are recorded, also calls in backward."""
         handles: list[Any] = []
         for module in self._modules:
             handles.append(module.register_forward_pre_hook(self._enter))
@@ -123,10 +123,11 @@ class ModuleRunTimes:
 
 
 class FakeStep:
-    """One training step on fake tensors, and the records that it leaves.
+    """One training step on fake tensors, and the records that it leaves for the trace.
 
-    `initial_tensors`: (name, role, tensor) of parameters, buffers and inputs. `gradient_complete_at`: id of a parameter -> tick at which
-    its gradient is complete. `held`: allocations that are live when backward begins and that autograd's graph does not hold.
+    `initial_tensors` has (name, role, tensor) of parameters, buffers and inputs. `gradient_complete_at` maps the id of a parameter to the
+    tick at which its gradient is complete. `held` has allocations that are live when backward begins, but that autograd's graph does not
+    hold.
     """
 
     def __init__(self, model: nn.Module, loss_module: nn.Module, fakes: FakeTensors, device: str) -> None:
@@ -140,8 +141,8 @@ class FakeStep:
         fakes.around = lambda: self.timeline.owned_by(Role.BUFFER)
         fakes.mode.place = lambda: self.timeline.module()
         self.watches: list[Watch] = []
-        self.head: Any = None  # the output head whose loss is computed in chunks (loss/output_head.py), None without
-        self.view_outputs: Any = None  # hooks of sessions on modules (session/view_outputs.py), None without
+        self.head: Any = None  # the output head, if its loss is computed in chunks (loss/output_head.py), else None
+        self.view_outputs: Any = None  # hooks of sessions on modules (session/view_outputs.py), or None
         self.in_place_on_views: set[str] = set()  # modules that modified a view in place: autograd hides what that saves
         self.backward_at = self.returned_bytes = 0
         self.has_assumed_mask = False
@@ -163,8 +164,8 @@ class FakeStep:
     ) -> None:
         """Run forward, loss and backward on fake tensors.
 
-        `loss`: None if the model returns its loss. `autocast`: its dtype, None without. `compiled`: a function that runs forward with
-        torch.compile, None in eager mode.
+        `loss` is None if the model returns its loss. `autocast` is the dtype of autocast, or None. `compiled` is a function that runs
+        forward with torch.compile, or None in eager mode.
         """
         self._record_initial_tensors(arguments)
         with ExitStack() as stack:
@@ -202,7 +203,7 @@ class FakeStep:
     def _recording_gradients(self) -> Generator[None]:
         """Return a context that records when the gradient of each parameter is complete.
 
-        From then on it can be added to an accumulator, or used for an update.
+        From then on the gradient can be added to an accumulator, or used for an update.
         """
         complete_at, timeline = self.gradient_complete_at, self.timeline
 
@@ -219,9 +220,9 @@ class FakeStep:
 
     @contextmanager
     def _square_masks_are_causal(self) -> Generator[None]:
-        """Return a context in which square attention masks are taken to be causal.
+        """Return a context in which nn.Transformer takes square attention masks to be causal.
 
-        nn.Transformer would compare the values of a mask, which fake tensors do not have.
+        Otherwise it would compare the values of a mask, which fake tensors do not have.
         """
         before = transformer._detect_is_causal_mask
 
@@ -238,7 +239,7 @@ class FakeStep:
             transformer._detect_is_causal_mask = before
 
     def _record_held(self, returned: tuple[Any, ...]) -> None:
-        """Record tensors that live before backward outside of autograd's graph, such as inputs of checkpoints, except those `returned`."""
+        """Record the tensors that are live before backward outside of autograd's graph, but not `returned`."""
         known = {unit.allocation for unit in self.recorder.units} | set(self.recorder.weight_casts)
         known |= {self.timeline.find(tensor) for tensor in tensors_in(returned)}
         self.held = [
@@ -248,7 +249,7 @@ class FakeStep:
         ]
 
     def _record_initial_tensors(self, arguments: Arguments) -> None:
-        """Record what is allocated before the step: parameters, buffers and inputs."""
+        """Record the tensors that exist before the step: parameters, buffers and inputs."""
         for module in (self.model, self.loss_module):
             for name, p in module.named_parameters():
                 parts = inner_tensors(p) or {"": p}
@@ -265,9 +266,10 @@ class FakeStep:
 
     @contextmanager
     def _watched(self, module: nn.Module, outside: str, backward: ExitStack | None = None) -> Generator[None]:
-        """Return a context in which the tensors that `module` saves are recorded, under the name `outside` where no submodule saves them.
+        """Return a context that records tensors that `module` saves, with the name prefix `outside`.
 
-        If reentrant checkpoints run layers again in backward, hooks stay until `backward` closes; None removes them at the context's end.
+        If reentrant checkpoints run layers again in backward, hooks stay until `backward` closes; if it is None, they are removed at the
+        end.
         """
         watch = Watch(module, lambda saved: self.recorder.saved(saved, outside=outside), on_enter=self.recorder.entered)
         watch.checkpoints.store_by(self.recorder.second_pass)
@@ -305,7 +307,7 @@ class FakeStep:
 
     @contextmanager
     def _explained(self, phase: str) -> Generator[None]:
-        """Return a context that adds module, phase and operation to errors that the model raises."""
+        """Return a context that adds the module, the phase and the operation to errors that the model raises."""
         try:
             yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -341,15 +343,15 @@ class FakeStep:
         self.held = [allocation for allocation in self.held if allocation.owner is not Role.GRADIENT]  # made before backward
 
     def trained(self) -> list[tuple[str, Tensor]]:
-        """Return (name, parameter) of each parameter that has a gradient."""
+        """Return (name, parameter) of each parameter that got a gradient in the step."""
         return [(name, p) for name, role, p in self.initial_tensors if role is Role.WEIGHT and p.grad is not None]
 
 
 @contextmanager
 def signature_errors(model: nn.Module, arguments: Arguments, function: str) -> Generator[None]:
-    """Return a context that raises TraceError if the model's forward does not take the arguments.
+    """Return a context that raises TraceError if the forward of `model` does not take the arguments.
 
-    `function`: the name of the function that the user called, for the message.
+    `function` is the name of the function that the user called, for the message.
     """
     try:
         yield
@@ -363,7 +365,7 @@ def signature_errors(model: nn.Module, arguments: Arguments, function: str) -> G
 
 
 def _signature_fault(model: nn.Module, arguments: Arguments) -> str:
-    """Return why the forward of the model does not take these arguments; "" if it does."""
+    """Return a sentence on why the forward of the model does not take these arguments; "" if it takes them."""
     try:
         signature = inspect.signature(model.forward)
     except ValueError:  # of a function without a signature
@@ -378,7 +380,7 @@ def _signature_fault(model: nn.Module, arguments: Arguments) -> str:
 
 
 def missing_loss(count: int, advice: str) -> str:
-    """Return the message for a step without a loss whose batch seems to end with the target.
+    """Return the error message for a step without a loss whose batch of `count` parts seems to end with the target.
 
     `advice` says how to give the loss.
     """
@@ -386,7 +388,7 @@ def missing_loss(count: int, advice: str) -> str:
 
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Return spans of time in order, with those joined that overlap or touch.
+    """Return spans of time in order, where spans that overlap or touch are joined to one.
 
     >>> merged([(7, 9), (1, 4), (2, 3), (5, 5)])
     ((1, 5), (7, 9))
@@ -401,7 +403,7 @@ def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss in the output of a model that is called without a loss function."""
+    """Return the loss that a model returned, itself or as `.loss`; raise TraceError if it returned none."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Tensor):
         loss = output
@@ -422,8 +424,8 @@ def _describe(value: Any) -> str:
 def _masks_by_values() -> Generator[None]:
     """Return a context in which Hugging Face models can read the values of masks and positions.
 
-    With fake tensors they would keep each mask, make a mask from positions that they count themselves, and repeat keys and values to match.
-    Here the values are known (tensor_values.py). Under torch.compile they are not, and compiled models do make these masks.
+    If they see fake tensors, these models drop no mask, make further masks from positions, and repeat keys and values. In this context they
+    read values that are known (tensor_values.py). Compiled models see fake tensors, and do make these masks.
     """
     module: Any = sys.modules.get(TRACING)
     before = getattr(module, IS_FAKE, None)
@@ -438,7 +440,7 @@ def _masks_by_values() -> Generator[None]:
 
 @contextmanager
 def _without_fake_tensor_log() -> Generator[None]:
-    """Return a context in which torch does not log errors of fake operations, which are raised too."""
+    """Return a context in which torch does not log errors of operations on fake tensors, since it also raises them."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True

@@ -1,4 +1,4 @@
-"""How Inductor compiles the operations of this library, such as `paredown::encode` and `paredown::decode`.
+"""Tells Inductor how to compile this library's operations, such as `paredown::encode` and `paredown::decode`.
 
 Decode and unpack are pointwise operations, which it fuses into their readers. Each value is computed from its place i, in the layout of
 codec/reference.py:
@@ -160,6 +160,13 @@ def cast_all(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
     return results
 
 
+@register_lowering(torch.ops.paredown.in_memory.default, type_promotion_kind=None)
+def in_memory(x: Any) -> Any:
+    """Return `x`, written to memory once for all of its readers."""
+    x.realize()
+    return x
+
+
 # --- encode ---------------------------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +218,7 @@ def column_quantizer(*sizes: Any) -> Callable[..., None]:
 
 
 def transposer(rows: int, columns: int) -> Callable[..., None]:
-    """Return the function that generated code calls to transpose codes, f(codes, out)."""
+    """Return the function that generated code calls to transpose a matrix of codes, f(codes, out)."""
     kernels = backend.find_kernels()
     assert kernels is not None
     return kernels.transposer(rows, columns)
@@ -253,7 +260,7 @@ def transposed_codes(codes: Any) -> Any:
 
 
 def _is_known(sizes: Sequence[Any]) -> bool:
-    """Return whether generated code can call a kernel directly, since all sizes are numbers."""
+    """Return whether all sizes are numbers, so that generated code can call a kernel directly."""
     return not V.graph.cpp_wrapper and all(getattr(size, "is_Integer", isinstance(size, int)) for size in sizes)
 
 
@@ -263,7 +270,7 @@ def _empty(device: Any, dtype: torch.dtype, *size: int) -> Any:
 
 @final
 class KernelCall(ExternKernel):
-    """A node of Inductor that calls a function made by `make(*arguments)` on inputs and on outputs, which it writes."""
+    """Calls a function made by `make(*arguments)` in Inductor's code, on inputs and on outputs, which it writes."""
 
     def __init__(self, make: str, arguments: tuple[Any, ...], inputs: list[Any], outputs: list[Any]) -> None:
         self.make, self.arguments, self.device = make, arguments, outputs[0].get_device()

@@ -66,7 +66,7 @@ class Counted:
 
     @property
     def key(self) -> tuple[Role, str]:
-        """The role and name of the tensor."""
+        """Return the role and name of the tensor."""
         return self.role, self.name
 
 
@@ -79,7 +79,7 @@ class TensorGroup:
 
     @property
     def numel(self) -> int:
-        """The number of values in all tensors of the group."""
+        """Return the number of values in all tensors of the group."""
         return sum(tensor.numel for tensor in self.tensors)
 
 
@@ -136,9 +136,9 @@ ORDERS: dict[str, Callable[[Sequence[TensorGroup], int], list[TensorGroup]]] = {
 
 
 def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: int = 0) -> Low:
-    """Return the tensors that get the low precision: groups, sorted as `order` says, until a share `ratio` of all numbers is low.
+    """Return the tensors that get the low precision: whole groups in the given `order`, until a share `ratio` of all numbers is low.
 
-    If all groups together do not reach `ratio`, all groups get it. `seed` is used by the order "random" alone.
+    If all groups together do not reach `ratio`, all become low. `seed` is used by the order "random" alone.
     """
     if order not in ORDERS or not 0 <= ratio <= 1:
         raise PlanError(f"demote takes a ratio in 0..1 and an order of {', '.join(ORDERS)}; these are {ratio} and {order!r}.")
@@ -160,7 +160,7 @@ def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: i
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of the high and of the low precision, the latter in forward and in backward."""
+    """Names the format of the high precision, and the two formats of the low precision, for forward and for backward."""
 
     forward: str = "e4m3b11f"
     backward: str = "e5m2f"
@@ -179,7 +179,7 @@ FORMATS = Formats()
 
 
 def plan_of(outline: Outline, low: Low, formats: Formats = FORMATS, reason: str = "") -> Plan:
-    """Return the plan with a low-precision rule for each of the tensors `low`, and high precision for all others; `reason` is its text."""
+    """Return the plan with low precision for the tensors `low`, and high precision for all others; `reason` begins the plan's reason."""
     high_rules = [(role.value, formats.of(role, is_low=False)) for role in ROLES]
     low_rules = [
         (slot_key(name, role), formats.of(role, is_low=True)) for role, name in sorted(low, key=lambda key: (key[0].value, key[1]))
@@ -216,7 +216,7 @@ def _ends(outline: Outline, products: list[int]) -> Low:
 
 
 def amp(outline: Outline) -> Low:
-    """Return the tensors that torch.autocast computes low: outputs of products, and of other operations if all inputs are low."""
+    """Return the tensors that torch.autocast has in low precision: products, and outputs of other operations if all inputs are low."""
     is_low: list[bool] = []
     low: set[tuple[Role, str]] = set()
     for value in outline.values:

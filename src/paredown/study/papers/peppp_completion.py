@@ -34,7 +34,7 @@ LARGE = 100_000  # entries above which there is no full decomposition
 
 @dataclass(frozen=True)
 class Completed:
-    """A completed matrix of errors, the iterations that it took, and `residual`, the relative change of the last one."""
+    """A completed matrix of errors, the iterations that it took, and `residual`, the relative change in the last iteration."""
 
     values: Array
     num_steps: int
@@ -54,7 +54,7 @@ class Completion:
 
 
 def complete(errors: Array, *, propensities: Array | None = None, **how: float) -> Completed:
-    """Return `errors` with its NaNs filled in; `propensities`: of entries to be observed, `how`: fields of `Completion`."""
+    """Return `errors` with its NaNs filled in; `propensities`: probabilities that entries are observed, `how`: fields of `Completion`."""
     options = Completion(**how)  # pyright: ignore[reportArgumentType]
     is_known = np.isfinite(errors)
     if errors.ndim != 2 or not is_known.any():
@@ -95,13 +95,13 @@ def _descend(
 
 
 def _exact(rank: int, matrix: Array, amount: float) -> Array:
-    """Return the projection of a matrix to a rank, with singular values shrunk by `amount`, by a full decomposition."""
+    """Return a matrix reduced to a rank, with its singular values shrunk by `amount`, from a full decomposition."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     return (left[:, :rank] * np.maximum(values[:rank] - amount, 0)) @ right[:rank]
 
 
 class _Carried:
-    """An approximation of `_exact` that starts from the singular vectors of the last iteration."""
+    """Approximates `_exact`, starting from the singular vectors of the last iteration."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -1,4 +1,4 @@
-"""Leave-one-task-out cross-validation of pickers: every task of a matrix in turn is the new one, and the others are the prior.
+"""Cross-validate pickers, which predict a task's errors from few measurements: each task in turn is the new one, the others the prior.
 
 Settings of the PEPPP paper, by which entries of the prior tasks are observed, and whether memory has a cap (the median of all):
 
@@ -103,7 +103,7 @@ class PriorRows:
 
 
 def prior_rows(matrices: Matrices, left_out: int, setting: CrossValidationSetting) -> PriorRows:
-    """Return the other tasks as the prior of the task `left_out`, sampled and completed as the setting says."""
+    """Return the errors of all tasks but `left_out`, sampled and completed as the setting says, as the prior of that task."""
     rows = [row for row in range(len(matrices.errors)) if setting.is_leaky or row != left_out]
     errors, memory = matrices.errors[rows], matrices.memory[rows]
     if setting.sampling == "full":
@@ -152,13 +152,13 @@ class PickerScores:
 
 @dataclass(frozen=True)
 class HeldOutTask:
-    """A task that is held out from the prior, with the data about it that a picker may use."""
+    """A task that is held out from the prior: what a picker, which predicts its errors from measurements, may know, and the truth."""
 
     known: TaskKnowledge
     truth: Truth
 
     def judge(self, picker: Picker, counts: Sequence[int], *, is_released: bool = False) -> dict[int, Scores]:
-        """Return the scores of a picker after each number of `counts`; `is_released`: fronts and areas are those of PEPPP's code."""
+        """Return a picker's scores after each number of measurements in `counts`; `is_released`: fronts and areas as in PEPPP's code."""
         errors = self.truth.errors[self.truth.feasible]
         predictions = picker(self.known, lambda plan: float(errors[plan]), counts)
         missing = [count for count in counts if count not in predictions]
@@ -199,7 +199,7 @@ def _held_out_task(matrices: Matrices, row: int, prior: PriorRows, cap: float) -
 def judge(
     rows: Sequence[HeldOutTask], picker: Picker, counts: Sequence[int], *, is_released: bool = False
 ) -> dict[int, PickerScores]:
-    """Return the scores of a picker after each number of `counts`; `is_released`: fronts and areas are those of PEPPP's code."""
+    """Return a picker's scores after each number of measurements in `counts`; `is_released`: fronts and areas as in PEPPP's code."""
     scores_of_tasks = [row.judge(picker, counts, is_released=is_released) for row in rows]
     return {count: PickerScores(count, tuple(scores[count] for scores in scores_of_tasks)) for count in counts}
 
@@ -249,7 +249,7 @@ class Truth:
     means: Array
 
     def scores(self, drawn: Array, expected: Array, predicted: Array, *, is_released: bool = False) -> Scores:
-        """Return the scores of a prediction: its front is of errors `drawn`, recommendations of `expected`, rmse of `predicted`."""
+        """Return the scores of a prediction; the errors `drawn` give its front, `expected` its recommendations, `predicted` the rmse."""
         memory, errors = self.memory[self.feasible], self.errors[self.feasible]
         front_of = released_front if is_released else undominated
         front, true_front = front_of(memory, drawn), front_of(self.memory, self.errors)

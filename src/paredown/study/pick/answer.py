@@ -1,4 +1,4 @@
-"""What `pick` returns: a `Picked`, with the `Frontier` of all plans, a `Point` (plan, bytes, error) each.
+"""`pick` returns a `Picked` with the `Frontier` of all plans, which has a `Point` (plan, bytes, error) for each.
 
 >>> points = (
 ...     Point("lpmm", Plan.preset("lpmm"), 400, 0.12, 0.01, on_front=True),
@@ -42,7 +42,7 @@ def one_of(*names: str) -> Check:
 
 @dataclass(frozen=True)
 class Point:
-    """A plan in the answer of `pick`, with its peak bytes and the mean and standard deviation of its predicted error.
+    """Describes one plan in the answer of `pick`: its peak bytes, and the mean and standard deviation of its predicted error.
 
     `mean` and `deviation` (a standard deviation) are of the mean error over runs, in the task's metric. `measured` is the mean error of the
     finished trials, None if there are none. `source` is "measured", "prior" (a plan of the prior) or "features" (predicted from similar
@@ -72,13 +72,13 @@ class Point:
 
     @property
     def needs(self) -> int:
-        """The smallest budget in bytes within which this plan can be trained."""
+        """Return the smallest budget in bytes within which this plan can be trained."""
         return self.predicted_bytes if self.needed_bytes is None else self.needed_bytes
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """All plans that `pick` knows of, with their bytes and errors, sorted by bytes; `front` is their Pareto front.
+    """Holds all plans that `pick` compared, with their bytes and errors, sorted by bytes; `front` returns their Pareto front.
 
     `full_bytes` is the peak of the baseline, for budgets in percent. Plans whose mean errors differ by at most `tie_error` are
     equally accurate.
@@ -168,7 +168,7 @@ def comparable_times(times: Iterable[tuple[float | None, float | None]]) -> Arra
 
 @dataclass(frozen=True)
 class Picked:
-    """The plan to train a task with within a budget, and why.
+    """The answer of `pick`: the plan to train a task with within a budget, and why it was picked.
 
     `plan` is None if nothing fits; `reason` then names what would fit. `label` is the label of the picked plan, `ties` are labels of other
     plans that fit and may be as good. `trials` are those that `pick` ran, in `seconds`. `prior` is the name of the prior. `notes` has
@@ -190,7 +190,7 @@ class Picked:
 
     @property
     def point(self) -> Point | None:
-        """The plan that was picked, with its bytes and error; None if nothing fits."""
+        """Return the plan that was picked, with its bytes and error; None if nothing fits."""
         return None if self.plan is None else self.frontier.find(self.label)
 
     def __repr__(self) -> str:

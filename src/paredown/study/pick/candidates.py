@@ -55,12 +55,12 @@ ENOUGH_EXPONENT_BITS = 5
 UNPROPOSED = {
     Role.FROZEN.value,
     "product",
-}  # presets with these: tasks train all parameters, and their forward is the unmodified one
+}  # roles of presets that are not proposed: tasks train all parameters, and forward is unmodified
 
 
 @dataclass(frozen=True)
 class CandidatePlan:
-    """A plan that `pick` may choose, its predicted peak, its column in the prior (-1: none), and features, by which plans are compared."""
+    """A plan that `pick` may choose: its predicted peak, its column in the prior (-1: none), and features by which plans are compared."""
 
     label: str
     plan: Plan
@@ -71,7 +71,7 @@ class CandidatePlan:
 
 @dataclass(frozen=True)
 class TaskStep:
-    """The training step of a task, for which plans are made and peaks predicted; `full_bytes` is the baseline's predicted peak.
+    """Makes plans for the training step of a task, and predicts their peaks; `full_bytes` is the baseline's predicted peak.
 
     The trace depends on the plan, since plans with formats for weights or optimizer state run another optimizer.
 
@@ -108,7 +108,7 @@ class TaskStep:
         return parse_bytes(PlanTemplate.parse(row.template).budget, whole=peak_of(trace, Plan()))
 
     def assigned(self, budget_bytes: int) -> Plan:
-        """Return the plan that `assign` makes for a budget, with a format for each slot."""
+        """Return the plan that `assign` makes for a budget, with a format for each slot (tensor of the step)."""
         return self._solution(budget_bytes, PlanTemplate(str(budget_bytes)))
 
     def _solution(self, budget_bytes: int, template: PlanTemplate) -> Plan:
@@ -132,35 +132,35 @@ class TaskStep:
 
 @dataclass(frozen=True)
 class Candidates:
-    """All candidates, and the features of the prior's plans, `points`, NaN where unknown."""
+    """Holds all candidate plans (`rows`), and the features of all plans of the prior (`points`), NaN where unknown."""
 
     rows: tuple[CandidatePlan, ...]
     points: Array  # (plans of the prior, features)
 
     @property
     def columns(self) -> NDArray[np.intp]:
-        """The column of each candidate in the prior, -1 for plans that the prior does not have."""
+        """Return the column of each candidate in the prior, -1 for plans that the prior does not have."""
         return np.array([row.column for row in self.rows], dtype=np.intp)
 
     @property
     def error_columns(self) -> NDArray[np.intp]:
-        """The column of the prior with each candidate's errors; plans that quantize nothing have the baseline's."""
+        """Return the column of the prior with each candidate's errors; plans that quantize nothing have the baseline's."""
         baseline = next((row.column for row in self.rows if row.plan.changes_nothing), -1)
         return np.where([row.plan.quantizes_nothing and baseline >= 0 for row in self.rows], baseline, self.columns)
 
     @property
     def features(self) -> Array:
-        """The features of the candidates, (plans, features)."""
+        """Return the features of the candidates, (plans, features)."""
         return np.array([row.features for row in self.rows]).reshape(len(self.rows), len(NAMES))
 
     @property
     def memory(self) -> Array:
-        """The predicted peak bytes of the candidates, (plans,)."""
+        """Return the predicted peak bytes of the candidates, (plans,)."""
         return np.array([row.predicted_bytes for row in self.rows], dtype=float)
 
 
 def candidates(step: TaskStep, prior_data: PriorData, budget: int | str, others: Iterable[tuple[str, Plan]] = ()) -> Candidates:
-    """Return plans of the prior, those for any task, and `others`, with labels; templates above `budget` are left out to save time."""
+    """Return as candidates the prior's plans (without templates above `budget`, to save time), presets, plans of `assign`, and `others`."""
     by_key: dict[object, CandidatePlan] = {}
     budget_bytes = parse_bytes(budget, whole=step.full_bytes)
     points = np.full((len(prior_data.plans), len(NAMES)), np.nan)
@@ -194,7 +194,7 @@ def _general(step: TaskStep, budget: int | str) -> Iterator[tuple[str, Callable[
 
 
 def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int) -> CandidatePlan | None:
-    """Return the candidate of the plan that `make()` returns; None if it cannot be made, or has rules for slots that are not there."""
+    """Return the candidate of the plan that `make()` returns; None if it cannot be made, or has rules for slots that the step lacks."""
     try:
         plan = make()
         return CandidatePlan(label, plan, step.bytes_of(plan), column, step.features(plan))
@@ -215,9 +215,7 @@ def features_of(plan: Plan, trace: Trace | None = None) -> Array:
 
 
 def effective_bits(format: Format | None) -> float:
-    """Return the significant bits of a format, corrected for its block length.
-
-    For integer formats with other block lengths than 64 they are corrected for the largest value of a block, which sets the scale.
+    """Return the significant bits of a format; those of integers are corrected for the largest value of a block, which sets the scale.
 
     >>> effective_bits(Format.parse("int4/64@bf16")), round(effective_bits(Format.parse("int4/1024@bf16")), 1)
     (3.0, 2.6)
@@ -257,7 +255,7 @@ def _by_rules(plan: Plan) -> dict[Role, list[Format | None]]:
 
 
 def _by_slots(plan: Plan, trace: Trace) -> dict[Role, list[Format | None]]:
-    """Return the formats of all slots by role: exact where backward needs no value, of the source where a tensor is recomputed."""
+    """Return the formats of all stored tensors by role (None: unmodified); of activations, only those whose values backward needs."""
     trace_with_checkpoints = planned_step(trace, plan)
     storages = slot_storages(trace_with_checkpoints, plan)
     needed = [slot for slot in trace_with_checkpoints.activations if any(saver.use is Use.VALUE for saver in slot.savers)]

@@ -1,4 +1,4 @@
-"""`pick(task, budget)`: the plan to train a task with within a budget, from a prior and a few trials.
+"""`pick(task, budget)` finds the plan to train a task with within a budget, from a prior and a few trials.
 
     candidates and their bytes  ->  posterior of their errors  ->  trials chosen by acquisition  ->  Pareto front and the picked plan
 
@@ -65,14 +65,14 @@ def pick(
 ) -> Picked:
     """Return the plan of least expected error whose predicted peak is within `budget`, after at most `evaluations` trials.
 
-    Of plans that are as accurate (mean errors at most half a standard deviation of a run apart) it is the quickest.
+    Of equally accurate plans (mean errors at most half a standard deviation of a run apart) it is the quickest.
 
     With `max_error_increase` it is the smallest plan whose mean error is, with the probability `confidence`, at most that much above the
     baseline's, in the task's metric: 0.01 is one percentage point of error. The budget is then 100 % unless one is given.
     `prior`: the name or file of a prior, or its data; without one, all priors of this mode are joined. `store`: path or URL of the
-    database that keeps the trials; with one, an interrupted pick continues. `seed`: of the first trial of each plan. `step_seconds`:
-    predicted step times, a mapping from plans to seconds or a function of a plan; without it, those of the cost model where the device
-    was calibrated (`paredown calibrate`). Trials measure those of the plans that they run.
+    database that keeps the trials; with one, an interrupted pick continues. `seed`: the seed of each plan's first trial. `step_seconds`:
+    predicted step times, a mapping from plans to seconds or a function of a plan; without it, the cost model predicts them where the
+    device was calibrated (`paredown calibrate`). Trials measure the step times of their plans.
     `progress` is called with (trials done, most trials, a sentence).
     """
     start = time.perf_counter()

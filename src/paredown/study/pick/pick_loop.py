@@ -1,4 +1,4 @@
-"""The loop of one pick: the posterior of every candidate's error, which plan is tried next, and the answer.
+"""Run one pick: predict the error of every candidate plan, choose which plan to try next, and give the answer.
 
     trials so far  ->  posterior  ->  acquisition  ->  the next trial, until `evaluations` trials ran or no trial is worth its cost
 
@@ -34,7 +34,7 @@ MOST_FAILURES = 3  # failed trials without a successful one: then the task is at
 
 @dataclass
 class PickLoop:
-    """The state of one pick: candidates, prior, trials so far, and the decision whether to run another trial.
+    """Holds the candidate plans, the prior and the trials of one pick, and decides which trial to run next, and when to stop.
 
     `unit`: the error of random guessing, by which errors are divided. If it is None, the first trial sets it so that its error equals the
     prior's mean for its plan. The bytes that a trial took beyond its prediction (its excess) are expected of other plans too. `device`:
@@ -87,12 +87,12 @@ class PickLoop:
 
     @property
     def known(self) -> list[tuple[int, Trial]]:
-        """All trials of candidates, each with the index of its plan."""
+        """Return all trials of candidate plans, each with the index of its plan."""
         return self._indexed((*self.trials, *self.others))
 
     @property
     def _on_this_device(self) -> list[tuple[int, Trial]]:
-        """The trials that ran on this device or, of this pick, record none; their peaks count. Each has the index of its plan."""
+        """Return the trials on this device, each with the index of its plan; trials of this pick that name no device are included."""
         own_trials = [trial for trial in self.trials if trial.device in ("", self.device)]
         return self._indexed((*own_trials, *(trial for trial in self.others if trial.device == self.device)))
 
@@ -107,7 +107,7 @@ class PickLoop:
 
     @property
     def _unit(self) -> float:
-        """The error of random guessing in the task's metric; if it is unknown, a substitute from the first trial."""
+        """Return the error of random guessing in the task's metric; if it is unknown, a substitute from the first trial."""
         if self.unit is not None:
             return self.unit
         first = next(((plan, trial.error) for plan, trial in self.known if trial.error is not None), None)
@@ -117,7 +117,7 @@ class PickLoop:
         return first[1] / expected if first[1] > 0 and expected > 0 else 1.0
 
     def blocked(self) -> set[int]:
-        """Return the plans that cannot be trained here: a trial ran out of memory, or a trial of this pick failed or was killed.
+        """Return the indices of plans that cannot be trained here: a trial ran out of memory, or one of this pick failed or was killed.
 
         Failures in other sweeps do not count, since they may have another cause than the plan. A plan that has not run is blocked too if
         its predicted peak is at least that of a plan that ran out of memory.
@@ -131,17 +131,17 @@ class PickLoop:
 
     @property
     def _peaks(self) -> list[tuple[int, int]]:
-        """The measured peak bytes of each finished trial on this device, with the index of its plan."""
+        """Return the measured peak bytes of each finished trial on this device, with the index of its plan."""
         ended = [(plan, trial) for plan, trial in self._on_this_device if trial.status not in reasons.UNFINISHED]
         return [(plan, trial.measured_peak_bytes) for plan, trial in ended if trial.measured_peak_bytes is not None]
 
     def expected(self) -> Array:
-        """Return the expected peak bytes of each plan, (plans,): its prediction plus the excess of trials (`expected_peaks`)."""
+        """Return the expected peak bytes of each plan, (plans,): predicted ones plus what trials took beyond their prediction."""
         memory, peaks = self.candidates.memory, self._peaks
         return expected_peaks(memory, peaks) if peaks else memory
 
     def needed(self) -> Array:
-        """Return the bytes that each plan needs, (plans,); infinite for plans that cannot be trained here."""
+        """Return the bytes that each plan needs, (plans,); infinite for plans that need more than the baseline or cannot be trained."""
         memory = self.expected()
         baseline = self._index_of.get(Plan().key)
         if baseline is not None:
@@ -226,7 +226,7 @@ class PickLoop:
         return posterior.propose(estimate, fits)
 
     def _smallest_untried(self) -> int | None:
-        """Return the untried plan of least expected peak, which is measured before the answer is that nothing fits."""
+        """Return the untried plan of least expected peak (None: there is none); it is tried before the answer is that nothing fits."""
         needed = self.needed()
         within = np.flatnonzero((self.candidates.memory <= self.budget_bytes) & np.isfinite(needed))
         if not (len(within) and self._peaks):
@@ -367,8 +367,8 @@ class PickLoop:
 def expected_peaks(memory: Array, peaks: Sequence[tuple[int, int]]) -> Array:
     """Return the expected peak bytes of each plan, (plans,): the predicted `memory` plus the excess of a trial.
 
-    The excess is what a trial took beyond its prediction; `peaks` has (plan, measured bytes). The trial is the plan's own if there is one,
-    otherwise the trial of nearest prediction, and of several the one of most excess.
+    The excess of a trial is its measured peak less its predicted one; `peaks` has (plan, measured bytes) of each trial. A plan without a
+    trial gets the excess of the trial with the nearest prediction; of several trials, the one of most excess counts.
     """
     tried, measured = np.array([plan for plan, _ in peaks]), np.array([float(nbytes) for _, nbytes in peaks])
     distance = np.abs(memory[:, None] - memory[tried])

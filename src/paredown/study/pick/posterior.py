@@ -50,21 +50,21 @@ from paredown.study.pick.pareto import at_least_exact, cautious, quickest_of_tie
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
-NUM_STEPS = 30  # of EM
+NUM_STEPS = 30  # iterations of EM
 FEWEST_TASKS = 8  # from which the noise follows the mean error of a task; from fewer, it is the median
 STRENGTH = 4.0  # weight of the prior of S, in tasks: at least this, and as many as there are more levels than tasks
 LOOSE = 0.05  # share of a level's variance that is independent of all other levels, in the prior of S
 NOISE_RUNS = 4.0  # weight of the prior of v, in runs
-SMALLEST = 1e-8  # variance
+SMALLEST = 1e-8  # least variance
 AS_ACCURATE = 0.5  # standard deviations of a run: plans whose mean errors differ by this at most are as accurate
 TIE_PROBABILITY = 0.05  # a plan that is better than the chosen one with at least this probability ties with it
-GRID = np.linspace(-4.5, 4.5, 61)  # of a run's error from its mean, in standard deviations
+GRID = np.linspace(-4.5, 4.5, 61)  # distances of a run's error from its mean, in standard deviations
 ODDS = np.exp(-(GRID**2) / 2) / np.exp(-(GRID**2) / 2).sum()
 ENOUGH = 0.1  # standard deviations of a run: a smaller expected gain is not noticeable
 
 
 class Run(NamedTuple):
-    """The error of one run of a plan; infinite where it diverged."""
+    """A training run: the index of its plan, and its error, which is infinite if the run diverged."""
 
     plan: int
     error: float
@@ -72,7 +72,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class LevelSums:
-    """The counts, sums and sums of squares of observed errors, by task and level.
+    """The number of observed errors, their sum and the sum of their squares, as matrices (tasks, levels).
 
     A level is a group of plans that are known to differ by noise alone. `weights`: how much each task counts in a fit.
     """
@@ -101,7 +101,7 @@ class Posterior:
 
     @property
     def deviations(self) -> Array:
-        """The standard deviations of the levels' errors."""
+        """Return the standard deviations of the levels' errors."""
         return np.sqrt(np.diagonal(self.covariance))
 
 
@@ -146,7 +146,7 @@ class Gaussian:
         return math.exp(intercept + slope * (float(self.mean.mean()) + height)) * self.noise_ratios
 
     def given(self, levels: Sequence[int] | Indices, errors: Sequence[float] | Array) -> Posterior:
-        """Return the distribution after one run of each of `levels`, with these errors."""
+        """Return the distribution after some runs: run i was of a plan of level `levels[i]`, and had the error `errors[i]`."""
         levels = np.asarray(levels, dtype=np.intp)
         if not len(levels):
             return Posterior(self.mean, self.covariance, self.noise_at(0.0))
@@ -195,7 +195,7 @@ def _start_of(sums: LevelSums) -> tuple[Gaussian, float]:
 
 @dataclass(frozen=True)
 class Prior:
-    """The distribution of a new task's errors by plan, the probability that each diverges, and the error `worst` of that."""
+    """The distribution of a new task's errors by plan, each plan's probability to diverge, and the error of a diverged run (`worst`)."""
 
     levels: Indices
     gaussian: Gaussian
@@ -230,14 +230,14 @@ class Prior:
 
 
 class BudgetChoice(NamedTuple):
-    """The plan to take within a budget, and other plans within it that may be as good."""
+    """The index of the plan to take within a budget, and those of other plans within it that may be as good (`ties`)."""
 
     plan: int
     ties: tuple[int, ...] = ()
 
 
 class ErrorMargin(NamedTuple):
-    """The amount by which a mean error may exceed the baseline's, and how probable that must be."""
+    """Says how far a mean error may exceed that of the plan `baseline`, and with what probability (`confidence`) it must stay within."""
 
     increase: float
     confidence: float
@@ -246,9 +246,10 @@ class ErrorMargin(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """The means of the errors of all plans, (plans,), their covariance, and the variance `noise` of one run.
+    """Predicted errors of all plans: their means, (plans,), their covariance, and the variance of one run (`noise`).
 
-    `tried`: plans that have runs. `exact`: plans that quantize nothing (`at_least_exact`). `times`: step times, NaN where unknown.
+    `memory`: bytes of the plans. `tried`: plans that have runs. `exact`: plans that quantize nothing (`at_least_exact`). `times`: step
+    times, NaN where unknown.
     """
 
     memory: Array
@@ -274,7 +275,7 @@ class Estimate:
 
     @property
     def deviations(self) -> Array:
-        """The standard deviations of the mean errors, (plans,)."""
+        """Return the standard deviations of the mean errors, (plans,)."""
         return np.sqrt(np.diagonal(self.covariance))
 
     def mean_band(self, width: float = 1.645) -> tuple[Array, Array]:
@@ -283,11 +284,11 @@ class Estimate:
 
     @property
     def tie_error(self) -> float:
-        """The difference of mean errors up to which plans are as accurate: AS_ACCURATE standard deviations of a typical run."""
+        """Return the difference of mean errors up to which plans count as equal: AS_ACCURATE standard deviations of a typical run."""
         return AS_ACCURATE * float(np.sqrt(np.median(self.noise)))
 
     def errors(self, plans: Indices, *, is_cautious: bool = True) -> Array:
-        """Return the errors by which `plans` are compared: means, with caution a standard deviation more if only others have runs."""
+        """Return the errors by which `plans` are compared: their means; if `is_cautious`, a standard deviation more for untried plans."""
         is_tried = np.isin(plans, list(self.tried))
         means, is_exact = self.means[plans], np.isin(plans, list(self.exact))
         return at_least_exact(cautious(means, self.deviations[plans], is_tried) if is_cautious else means, means, is_exact)
@@ -332,7 +333,7 @@ class Estimate:
 
 
 def expected_gains(estimate: Estimate, plans: Indices, *, has_noise: bool = True) -> Array:
-    """Return by how much a run of each of `plans` is expected to lower the picked plan's error; without noise an upper bound."""
+    """Return by how much a run of each of `plans` is expected to lower the picked plan's error; an upper bound without `has_noise`."""
     means, covariance = estimate.means[plans], estimate.covariance[np.ix_(plans, plans)]
     variances = np.diagonal(covariance) + has_noise * estimate.noise[plans]
     slopes = covariance / np.sqrt(np.maximum(variances, 1e-18))[:, None]  # (plan of the run, plans)
@@ -348,7 +349,7 @@ def propose(estimate: Estimate, plans: Indices) -> int:
 
 
 def is_settled(estimate: Estimate, plans: Indices) -> bool:
-    """Return whether no trial is worth its cost, since knowing no plan's mean error would lower the picked one's noticeably."""
+    """Return whether trials are not worth their cost: even a noiseless run of a plan would lower the picked plan's error too little."""
     noise = float(estimate.noise[plans[estimate.means[plans].argmin()]])
     return float(expected_gains(estimate, plans, has_noise=False).max()) <= ENOUGH * noise**0.5
 

@@ -1,4 +1,4 @@
-"""The answer of a pick in sentences: why this plan, how certain that is, its step time, what the trials cost, or why nothing fits."""
+"""Write the answer of a pick in sentences: why this plan, how certain that is, its step time, the cost of trials, or why nothing fits."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ TIMED = {"measured": "measured", "predicted": "predicted", "prior": "the mean of
 
 @dataclass(frozen=True)
 class AnswerText:
-    """The sentences of an answer, about the picked `point`; `others` are trials of the task that other sweeps ran."""
+    """Writes the sentences of an answer about the picked `point`; `others` are trials of the task that other sweeps ran."""
 
     answer: Picked
     point: Point
     others: tuple[Trial, ...]
-    num_tasks: int  # of the prior
+    num_tasks: int  # tasks of the prior
     has_unit: bool  # whether the error of random guessing is known
 
     def reason(self, certainty: str, early: str) -> str:
@@ -40,7 +40,7 @@ class AnswerText:
         return " ".join(part for part in parts if part)
 
     def notes(self) -> tuple[str, ...]:
-        """Return further facts: the cost, failed trials, a measured peak above the budget, how errors were predicted."""
+        """Return further sentences: what trials cost, which failed, a measured peak above the budget, how errors were predicted."""
         point, trials, notes = self.point, self.answer.trials, list[str]()
         if trials:
             seconds = sum(trial.seconds or 0.0 for trial in trials)

@@ -1,4 +1,4 @@
-"""A prior made from trials: those of a store, or of the JSON that `paredown sweep export` writes.
+"""Make a prior from the trials of a store, or of the JSON that `paredown sweep export` writes. Its entry for a trial, by status:
 
     done, stopped                    the measured error
     diverged                         the error of random guessing (where that is not known: the task's worst error), and counted
@@ -56,7 +56,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class CollectedTrial(NamedTuple):
-    """A trial that is part of a prior, with its task, its column (the key of its plan), its sweep and its probability to be drawn."""
+    """A trial that becomes an entry of a prior; `propensity` is the probability that its sweep drew it."""
 
     task: str  # the text of the task
     column: str  # the key of its PlanRow
@@ -66,7 +66,7 @@ class CollectedTrial(NamedTuple):
 
 
 def read_rows(source: str | Path) -> Rows:
-    """Return the trials of an export (.json) or of a store."""
+    """Return the rows of trials in `source`, a JSON file that `paredown sweep export` wrote, or a store."""
     if not str(source).endswith(".json"):
         from paredown.study.sweeps.export import rows as rows_of  # SQLAlchemy is an extra
         from paredown.study.sweeps.store import Store
@@ -89,7 +89,7 @@ def collect(
 
     Tasks in files of code are loaded from `folder` alone.
 
-    `is_finished`: take only tasks with no open trials in these sweeps; of others, the finished trials are a biased sample.
+    `is_finished`: take only tasks without open trials in these sweeps; the finished trials of other tasks are a biased sample.
     """
     sweeps = set(sweeps)
     open_tasks = {row["task"] for row in rows if row["trial"] is None and (not sweeps or row["sweep"] in sweeps)}
@@ -182,7 +182,7 @@ def _bytes(entry: CollectedTrial, mode: str, folder: Path | None) -> float:
 
 
 def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
-    """Return the errors of runs, with the error `blind` of random guessing, or the task's worst error, for diverged (infinite) ones."""
+    """Return the errors of runs, where diverged runs (infinite) have the error of random guessing (`blind`) or the task's worst error."""
     finite = np.where(np.isinf(runs), np.nan, runs)
     worst = [np.nanmax(row) if np.isfinite(row).any() else 1.0 for row in finite]
     replacement = np.array([w if b is None else b for w, b in zip(worst, blind, strict=True)])
@@ -190,14 +190,14 @@ def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
 
 
 def _distinct_task_rows(tasks: list[TaskRow], source: str) -> list[TaskRow]:
-    """Return the rows of tasks with distinct names: if two short names are equal, the whole text, then a number."""
+    """Return the rows of tasks with distinct names: tasks with equal short names are named by their whole text, or with a number."""
     count = Counter(row.name for row in tasks)
     names = distinct(row.name if count[row.name] == 1 else row.text for row in tasks)
     return [replace(row, source=source, name=name) for row, name in zip(tasks, names, strict=True)]
 
 
 def provenance_of(entries: Iterable[CollectedTrial]) -> tuple[dict[str, Any], ...]:
-    """Return each commit, device and versions that trials of a prior ran with, with their number, their sweeps and today's date."""
+    """Return a record for each combination of commit, device and versions that trials ran with: number of trials, sweeps, today's date."""
     groups: dict[str, list[CollectedTrial]] = {}
     for entry in {id(entry.trial): entry for entry in entries}.values():  # a trial may be in two columns
         trial = entry.trial
@@ -214,7 +214,7 @@ def provenance_of(entries: Iterable[CollectedTrial]) -> tuple[dict[str, Any], ..
 
 
 def row_of_task(text: str, folder: Path | None) -> TaskRow:
-    """Return the row of a task; if it cannot be loaded, or is code without a `folder`, the row has what its text says."""
+    """Return the prior's row of a task; if the task cannot be loaded, or is code and `folder` is None, the row has what `text` says."""
     portable = portable_text(text)
     head, _, tail = portable.partition("#")
     data = PurePath(head.partition(":")[2] or head).name
@@ -240,7 +240,7 @@ def row_of_task(text: str, folder: Path | None) -> TaskRow:
 
 
 def row_of(plan: Plan) -> PlanRow:
-    """Return the column of a plan: its label and level."""
+    """Return the prior's column of a plan: its JSON, a label, and for PEPPP's configurations a level."""
     formats = {key: str(assignment.format) for key, assignment in plan.rules if assignment.format is not None}
     low, high = (PEPPP_FORMAT.fullmatch(formats.get(role, "")) for role in ("weight", "master"))
     if low and high:

@@ -1,4 +1,4 @@
-"""`Record`: trials, picks, memory and changes as one JSON value, which `page.render` turns into a report page. Every part is optional.
+"""A `Record` holds trials, picks, memory and changes as one JSON value, which `page.render` turns into a report page; all are optional.
 
 >>> from paredown.study.tasks.trial import Status
 >>> trial = Trial("digits", Plan.preset("lpmm"), 0, Status.DONE, error=0.025, predicted_peak_bytes=2**20)
@@ -79,7 +79,7 @@ def scrub(text: str) -> str:
 
 
 def scrub_all(value: Any, names: Mapping[str, str] | None = None) -> Any:
-    """Return a JSON value in which every text is scrubbed of paths, names and addresses."""
+    """Return a JSON value in which every text is scrubbed of paths and addresses, or replaced by its entry in `names` if it has one."""
     names = names or {}
     if isinstance(value, str):
         return names.get(value) or scrub(value)
@@ -127,9 +127,9 @@ MOST_CURVES = 200  # training curves that are drawn
 
 @dataclass(frozen=True, repr=False)
 class Record:
-    """The content of a report page: studies of tasks, trials (`runs`), changes of storage, and actions of the guard.
+    """The content of a report page: a study of each task, trials (`runs`), changes of storage, and actions of the run's Guard.
 
-    `changes`: slots that are not stored as the plan requests; `given`: the storage of every slot.
+    `changes`: tensors of the step that are not stored as the plan requests; `given`: how every tensor is stored.
     """
 
     title: str
@@ -150,7 +150,7 @@ class Record:
 
     @staticmethod
     def of_pick(picked: Picked, *, trace: Trace | None = None, title: str = "", session: Session | None = None) -> Record:
-        """Return the record that shows a pick; a `trace` adds memory by plan, a `session` its changes and guard actions."""
+        """Return the record of a pick; a `trace` adds the memory of its plans, a `session` its changes of storage and guard actions."""
         study = parts.study_of_pick(picked)
         labels = Labels({point.label: point.plan for point in picked.frontier.points})
         record = Record(title or f"{picked.task}: a plan within a budget", studies=(study,)).with_trials(picked.trials, labels)
@@ -165,7 +165,7 @@ class Record:
         labels: Labels | Mapping[str, Plan] | None = None,
         times: Sequence[tuple[str, str]] = (),
     ) -> Record:
-        """Return the record of measured trials, a study for each task; `labels` names plans, `times` has end and host of each trial."""
+        """Return the record of measured trials, a study for each task; `labels` names plans, `times` has (end time, host) of each."""
         rows, names = list(trials), labels if isinstance(labels, Labels) else Labels(labels)
         by_task: dict[str, list[Trial]] = {}
         for trial in rows:
@@ -204,7 +204,7 @@ class Record:
     def with_trials(
         self, trials: Iterable[Trial], labels: Labels | Mapping[str, Plan] | None = None, times: Sequence[tuple[str, str]] = ()
     ) -> Record:
-        """Return this record with further trials; `times` is empty, or has the time of the end and the host of each."""
+        """Return this record with further trials; `times` is empty, or has (end time, host) of each trial."""
         rows = list(trials)
         names = labels if isinstance(labels, Labels) else Labels(labels)
         last = _last(rows)
@@ -236,7 +236,7 @@ class Record:
         )
 
     def with_session(self, session: Session) -> Record:
-        """Return this record with the storage of every slot, the changes and the guard actions of an open session that ran a step."""
+        """Return this record with the storage of every tensor, the changes and the guard actions of an open session that ran a step."""
         given = tuple(Change(row.slot, row.asked, row.now, row.why) for row in session.explain())
         return replace(self, changes=tuple(session.changes), given=given, actions=tuple(session.actions))
 
@@ -263,7 +263,7 @@ class Record:
 
 
 def _times(finished: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return when trials were finished, and numbers for their hosts in the order of first trials, since pages name no machines."""
+    """Return (end time, host) of each trial; hosts are "host 1" and so on in the order of first trials, since pages name no machines."""
     first: dict[str, str] = {}
     for row in finished:
         if row["host"]:
@@ -285,7 +285,7 @@ def _last(trials: list[Trial]) -> list[int]:
 
 
 def _runs(trials: list[Trial], names: Labels) -> list[parts.ReportedTrial]:
-    """Return trials as rows of the report's table; the first of each plan on a task has its curve, MOST_CURVES at most in total."""
+    """Return trials as rows of the report's table; the first trial of each plan on a task has its loss curve, up to MOST_CURVES curves."""
     most = max(1, MOST_CURVES // max(1, len({trial.task for trial in trials})))
     drawn: dict[str, set[str]] = {trial.task: set() for trial in trials}
     runs: list[parts.ReportedTrial] = []

@@ -201,7 +201,7 @@ PAUSE_SECONDS = (0.05, 2.0)  # the first and the longest pause between attempts
 
 
 class DatabaseTrouble(NamedTuple):
-    """A kind of database error: a pattern in the message, its meaning, whether a retry may succeed, and what the user can do."""
+    """Describes a kind of database error: a pattern in its message, its meaning, whether a retry may succeed, what the user can do."""
 
     pattern: str
     meaning: str
@@ -254,7 +254,7 @@ DAMAGED = "It is damaged, or was not made by paredown."
 
 
 class Database:
-    """Connections to one store. `say` is called with a sentence when a retry takes more than a second."""
+    """Runs transactions on the database of one store. `say` is called with a sentence when a retry takes more than a second."""
 
     def __init__(self, address: str | Path, *, patience_seconds: float = 120.0, say: Callable[[str], object] | None = None) -> None:
         self.url = parse_address(address)
@@ -275,7 +275,7 @@ class Database:
         check_version(version, self.name)
 
     def why_missing(self) -> str | None:
-        """Return why the address has no store: no file, server, database or tables; None if there is one, or for other errors."""
+        """Return a sentence if the address has no store (no file, server, database or tables); None if it has, or for other errors."""
         try:
             if self._may_exist and self._run(find_version, READS) is not None:
                 return None
@@ -307,7 +307,7 @@ class Database:
             return work(connection)
 
     def _first_try(self, work: Callable[[], T]) -> T:
-        """Return the value of `work()`, run while the store is opened; if the server does not answer, it is not retried."""
+        """Return the value of `work()`, run while the store is opened; there is no retry if the server does not answer."""
         return self._try(work, LOCK_SECONDS, is_open=False)
 
     def _try(self, work: Callable[[], T], patience_seconds: float, *, is_open: bool = True) -> T:
@@ -364,7 +364,7 @@ def _to_stderr(sentence: str) -> None:
 
 
 def connect_seconds(url: sql.URL) -> int:
-    """Return the connection timeout: that of the URL, else of the environment, else CONNECT_SECONDS.
+    """Return the seconds that a server has to answer: from the URL, else from PGCONNECT_TIMEOUT, else CONNECT_SECONDS.
 
     >>> connect_seconds(parse_address("postgresql://db.example.org/trials?connect_timeout=10"))
     10

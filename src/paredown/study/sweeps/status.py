@@ -1,4 +1,4 @@
-"""Progress of sweeps: trials by state and status, trials per minute, time left, and the best plan of each task.
+"""Report the progress of sweeps: trials by state and status, trials per minute, time left, and the best plan of each task.
 
 >>> print(SweepCounts("widths", waiting=3, running=1, by_status={"done": 5, "diverged": 1}))
 widths: 6 of 10 finished (5 done, 1 diverged), 1 running, 3 waiting
@@ -58,12 +58,12 @@ class BestPlan:
 
     @property
     def error(self) -> float:
-        """The mean error over seeds."""
+        """Return the mean error over seeds."""
         return fmean(self.errors.values())
 
     @property
     def standard_error(self) -> float | None:
-        """The standard error of the mean; None for one seed."""
+        """Return the standard error of the mean; None for one seed."""
         return standard_error(list(self.errors.values()))
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class BestPlan:
 
 @dataclass(frozen=True)
 class InfeasibleTrials:
-    """Trials that do not run, since no plan of the template `label` fits the budget; `reason` is the BudgetError's text."""
+    """Trials of a task that do not run, since no plan of the template `label` fits its budget; `reason` is the BudgetError's text."""
 
     task: str
     label: str
@@ -182,7 +182,7 @@ WINDOW_SECONDS = 300.0
 
 @dataclass
 class Pace:
-    """The rate at which trials finish, per minute."""
+    """Measures how many trials finish per minute."""
 
     _counts: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
@@ -197,7 +197,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """The progress of a sweep at one moment."""
+    """The progress of a sweep at one moment: its counts of trials, their rate, and the best plan of each task."""
 
     counts: SweepCounts
     trials_per_minute: float | None
@@ -205,7 +205,7 @@ class SweepProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Predicted seconds to the end at the current trials per minute; None while these are unknown."""
+        """Return the predicted seconds until all trials are finished at the current rate; None while the rate is unknown."""
         left = self.counts.total - self.counts.finished
         return 60 * left / self.trials_per_minute if self.trials_per_minute else None
 
@@ -221,7 +221,7 @@ class SweepProgress:
 
 
 class SweepWatcher:
-    """A reader of the progress of one sweep in a store (None: of all sweeps), which queries it at most once in `seconds`."""
+    """Reads the progress of `sweep` (None: of all sweeps) from a store, at most once in `seconds`."""
 
     def __init__(self, store: Store, sweep: str | None = None, *, seconds: float = 1.0) -> None:
         self._store, self._sweep, self._seconds = store, sweep, seconds
@@ -229,7 +229,7 @@ class SweepWatcher:
         self._next = 0.0
 
     def look(self, *, is_due: bool = False) -> list[SweepProgress]:
-        """Return the progress of the sweeps; nothing if the last reading is less than `seconds` old, unless `is_due`."""
+        """Return the progress of the sweeps; an empty list if the last reading is less than `seconds` old, unless `is_due`."""
         now = time.monotonic()
         if now < self._next and not is_due:
             return []

@@ -1,4 +1,4 @@
-"""A store: trials in a database that many workers share. Trials are added, claimed, released, and finished once.
+"""A store holds trials in a database that many workers share. Trials are added, claimed, released, and finished once.
 
 A worker claims a trial before it runs it. A claim is one SQL statement, and no two workers claim the same trial. A result is committed
 before it is reported; the first result of a trial counts and later ones change nothing, so a worker that was wrongly taken for dead costs
@@ -50,7 +50,7 @@ class WriteOutcome(str, Enum):
 
 
 class WrittenResult(NamedTuple):
-    """The outcome of writing a result, with the trial that was written if it counted."""
+    """Says what happened to a result, with the trial that was written if the result counted."""
 
     fate: WriteOutcome
     trial: Trial | None
@@ -69,12 +69,12 @@ RELEASE_UNCOUNTED = update(TRIALS).where(OURS).values({**FREE, "attempts": TRIAL
 
 
 def beat(connection: Connection, worker: str) -> None:
-    """Count a heartbeat of a worker. If it was removed as dead, which released its trials, it is registered again."""
+    """Count a heartbeat of a worker. A worker that was removed as dead, which released its trials, is registered again."""
     connection.execute(_beat_statement(connection.dialect.name), {"id": worker})
 
 
 def claim(connection: Connection, values: dict[str, Any]) -> list[Claim]:
-    """Claim up to `num` open trials, in the order of their sweep; `values` are the parameters of the statement by name."""
+    """Claim up to `num` open trials, in the order of their sweep; `values` are the SQL statement's parameters by name."""
     if not values["num"]:
         return []
     rows = connection.execute(_claim_statement("of_sweep" in values, "without" in values), values).all()
@@ -113,7 +113,7 @@ def give_back(connection: Connection, claims: Sequence[Claim], statement: Update
 
 
 def bury(connection: Connection, worker: str, condition: Any) -> int:
-    """Remove a worker if `condition` holds, and return how many trials it released; after MAX_ATTEMPTS they end as killed."""
+    """Remove a worker if `condition` holds, and return how many trials were released; those with MAX_ATTEMPTS attempts end as killed."""
     if not connection.execute(delete(WORKERS).where(condition)).rowcount:
         return 0
     is_its_trial = TRIALS.c.worker == worker
@@ -182,14 +182,14 @@ BATCH = 200  # rows of one statement: SQLite allows 32766 values
 
 
 class AddResult(NamedTuple):
-    """The number of trials that `Store.add` added, and of those that the store had already."""
+    """Counts the trials that `Store.add` added, and those that the store had already."""
 
     num_new: int
     num_there: int
 
 
 class Store:
-    """A store of trials at a path or a PostgreSQL URL; created if it is missing, unless `may_create` is False."""
+    """Adds, hands out and finishes trials in a database at a path or PostgreSQL URL, which is created unless `may_create` is False."""
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class Store:
         return self.database.write(lambda connection: bury(connection, worker, same))
 
     def reopen(self, sweep: str, statuses: Sequence[Status]) -> int:
-        """Reopen the trials of a sweep with these statuses, delete their results, and return how many these were."""
+        """Reopen the trials of a sweep that ended with one of `statuses`: delete their results, and return the number of trials."""
         if Status.INFEASIBLE in statuses:
             raise StoreError(
                 "infeasible trials have no plan to run again. Raise the budgets of their plans in the sweep file, or change their tasks."

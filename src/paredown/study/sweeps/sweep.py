@@ -1,4 +1,4 @@
-"""A sweep: tasks x plans x seeds, all of them or a random sample with known probabilities.
+"""A sweep runs tasks x plans x seeds, all of them or a random sample with known probabilities, by one of three methods:
 
     full         every task with every plan
     uniform      each (task, plan) pair with probability `share`
@@ -14,7 +14,7 @@ for each task; all of them run. `infeasible` are pairs of a task and a template 
 >>> [(drawn.spec.seed, drawn.label, drawn.propensity) for drawn in sweep.draw()]
 [(0, 'baseline', 1.0), (1, 'baseline', 1.0), (0, 'activations4', 1.0), (1, 'activations4', 1.0)]
 
-A label is the name of a plan on a task, for readers; it is not part of the trial's key. `labels` has those of the user; other plans are
+A label is the name of a plan on a task, for readers; it is not part of the trial's key. `labels` has the user's labels; other plans are
 named by their template, their preset or their formats.
 
 `load_sweep` (study/sweeps/sweep_file.py) reads a sweep from a TOML file.
@@ -69,7 +69,7 @@ class TrialSettings:
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """What a trial is to run: task, plan, seed and settings."""
+    """Says what a trial is to run: task, plan, seed and settings."""
 
     task: str
     plan: Plan
@@ -98,7 +98,7 @@ class TrialSpec:
 
 
 class DrawnTrial(NamedTuple):
-    """A trial that was drawn, its probability, the label of its plan, and why no plan fits the budget (then it does not run)."""
+    """A trial that a sweep drew, with its probability and its plan's label; `infeasible` says why no plan fits (then it does not run)."""
 
     spec: TrialSpec
     propensity: float
@@ -123,12 +123,12 @@ class InfeasiblePair(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """A plan without rules that stands for the template, from which no plan could be made."""
+        """Return a plan without rules that stands for the template, from which no plan could be made."""
         return Plan((), self.reason, {TEMPLATE_FIELD: str(self.template)})
 
 
 class Claim(NamedTuple):
-    """A trial that a worker has claimed and may run."""
+    """A trial that a worker has claimed from a store and may run; the random `token` identifies the claim."""
 
     key: str
     sweep: str
@@ -154,7 +154,7 @@ class EndedTrial(NamedTuple):
 
 @dataclass(frozen=True)
 class SweepCounts:
-    """The numbers of trials of one sweep by state, and of finished trials by status."""
+    """Counts the trials of one sweep by state, and the finished ones by status."""
 
     sweep: str
     waiting: int = 0
@@ -163,12 +163,12 @@ class SweepCounts:
 
     @property
     def finished(self) -> int:
-        """The number of trials with a result."""
+        """Return the number of trials with a result."""
         return sum(self.by_status.values())
 
     @property
     def total(self) -> int:
-        """The number of all trials."""
+        """Return the number of all trials."""
         return self.waiting + self.running + self.finished
 
     def __str__(self) -> str:
@@ -184,7 +184,7 @@ class SweepCounts:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep: tasks x plans x seeds under one name, of which all or a random part is run."""
+    """Defines trials of tasks x plans x seeds under one name, of which all or a random part is run (`draw`)."""
 
     name: str
     tasks: tuple[str, ...]
@@ -306,7 +306,7 @@ def _check_labels(labels: Any) -> tuple[tuple[str, Plan | PlanTemplate], ...]:
 
 
 def label_of(plan: Plan, given: Mapping[Hashable, str] | None = None) -> str:
-    """Return the label of a plan: by key or template in `given`, else its template, its preset, or its formats."""
+    """Return the label of a plan: the one in `given` under its key or template, else its template, its preset, or its formats."""
     given = given or {}
     if plan.key in given:
         return given[plan.key]
@@ -315,7 +315,7 @@ def label_of(plan: Plan, given: Mapping[Hashable, str] | None = None) -> str:
 
 
 def cheap_first_propensities(nbytes: np.ndarray[Any, Any], share: float) -> np.ndarray[Any, Any]:
-    """Return share * rank / (N - 1) of each pair: `share` for the fewest bytes, 0 for the most; equal ones by their order."""
+    """Return share * rank / (N - 1) of each pair: `share` for the fewest bytes, 0 for the most; ties keep their order."""
     if len(nbytes) == 1:
         return np.full(1, share)
     rank = np.empty(len(nbytes))

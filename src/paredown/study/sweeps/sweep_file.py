@@ -64,7 +64,7 @@ MEMBERS: dict[str, type] = {"tasks": str, "seeds": int, "plans": dict}
 
 
 class SweepFile(NamedTuple):
-    """The contents of a sweep file: the sweep, its store (None: not named), and the folder of its tasks."""
+    """What a sweep file says: the sweep, the address of its store (None if the file names none), and the folder of its tasks."""
 
     sweep: Sweep
     store: str | None
@@ -121,7 +121,7 @@ def _read(value: dict[str, Any], path: Path) -> SweepFile:
 def _plans_of_templates(
     task: str, templates: list[PlanTemplate], folder: Path, device: str | None
 ) -> tuple[list[Plan], list[InfeasiblePair]]:
-    """Return the plans of templates for a task, traced as in `pick` for its device, and the templates without a plan."""
+    """Return the plans that `templates` make for a task, traced on `device`, and the templates of which no plan fits the budget."""
     from paredown.study.tasks.lookup import (
         cached_task,  # importing torch takes seconds, and sweeps without templates need none here
     )

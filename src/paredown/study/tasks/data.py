@@ -56,7 +56,7 @@ class Data(ABC):
 
     @property
     def blind_loss(self) -> float | None:
-        """The cross entropy of random guessing, with equal odds for every answer."""
+        """Return the cross entropy of random guessing, with equal odds for every answer."""
         return None if self.num_answers is None else math.log(self.num_answers)
 
     def __repr__(self) -> str:
@@ -66,7 +66,7 @@ class Data(ABC):
 
 @dataclass(frozen=True)
 class PictureTransform:
-    """The preprocessing of pictures: normalization, and random shifts and flips in training.
+    """Says how pictures change before the model receives them: their number of channels, and random shifts and flips in training.
 
     Grey pictures are repeated to `channels`. In training each picture is shifted by up to `shift` pixels and, if `mirror`, flipped left
     to right, both at random.
@@ -83,7 +83,7 @@ NO_TRANSFORM = PictureTransform()
 @final
 @dataclass(frozen=True, repr=False, eq=False)
 class Examples(Data):
-    """Inputs and answers. uint8 inputs are pictures (num, channels, height, width), which the model gets normalized to mean 0 and std 1."""
+    """Holds inputs and answers. uint8 inputs are pictures (num, channels, height, width), normalized to mean 0 and std 1 for the model."""
 
     x_train: Tensor
     y_train: Tensor
@@ -129,7 +129,7 @@ class Examples(Data):
 
     @cached_property
     def normalization(self) -> Pair | None:
-        """The mean and standard deviation of each channel of the training pictures, (channels, 1, 1); None unless they are uint8."""
+        """Return the mean and standard deviation of each channel of the training pictures, (channels, 1, 1); None unless they are uint8."""
         if self.x_train.dtype is not torch.uint8 or self.x_train.dim() != 4:
             return None
         counts = torch.stack([torch.bincount(x.flatten(), minlength=NUM_BYTES) for x in self.x_train.transpose(0, 1)]).double()
@@ -174,7 +174,7 @@ class Examples(Data):
             yield self.model_inputs(x.to(device)), y.to(device)
 
     def _draws(self, num: int, source: torch.Generator, device: torch.device) -> Pair:
-        """Return the order of one pass, indices (num,), and the offsets of its pictures: (down, right, mirrored), or none, (num, 0)."""
+        """Return the order of one pass, indices (num,), and its pictures' moves, (num, 3): down, right, mirrored; or none, (num, 0)."""
         order = torch.randperm(self.num_train, generator=source)[:num]
         bounds = (2 * self.look.shift + 1, 2 * self.look.shift + 1, 1 + self.look.mirror) if self._is_moved else ()
         moves = torch.empty(num, len(bounds), dtype=torch.int64)
@@ -203,9 +203,9 @@ class Examples(Data):
 @final
 @dataclass(frozen=True, repr=False, eq=False)
 class Text(Data):
-    """Data that consists of the bytes of a text, of which a model predicts the next one.
+    """Holds the bytes of a text; a model predicts the next byte from those before it in a piece of `length` bytes.
 
-    Training pieces start anywhere in its first nine tenths; test pieces are evenly spaced in the last tenth.
+    Training pieces start anywhere in the first nine tenths of the text; test pieces are evenly spaced in the last tenth.
     """
 
     read: Tensor  # (num_bytes,) uint8

@@ -1,4 +1,4 @@
-"""Simulated trials in parallel on a GPU: runs that differ only in data, learning rate, formats and seed share captured CUDA graphs.
+"""Run simulated trials in parallel on a GPU: those that differ only in data, learning rate, formats and seed share CUDA graphs.
 
 >>> from paredown.plan.plan import Plan
 >>> from paredown.study.tasks.evaluate import make_setting
@@ -105,7 +105,7 @@ def model_key(make: Callable[..., Any]) -> Any:
 
 
 class QueuedTraining(NamedTuple):
-    """A training in the queue for a lane (a model with a captured graph), with the caller's key."""
+    """A training in the queue for a lane (a model with a captured graph); `turn` returns its trial under `key`."""
 
     key: Any
     setting: TrainingSetup
@@ -113,7 +113,7 @@ class QueuedTraining(NamedTuple):
 
 @dataclass
 class GraphGroup:
-    """Runs that can share captured graphs: those in the queue, and the lanes that train them."""
+    """Groups trainings that can share captured graphs: those in the queue, and the lanes that train them."""
 
     queue: deque[QueuedTraining] = field(default_factory=deque[QueuedTraining])
     lanes: list[Lane] = field(default_factory=list[Lane])
@@ -152,7 +152,7 @@ class GraphBench:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any run is queued or running."""
+        """Return whether any run is queued or running."""
         return bool(self._alone or self._begun or any(group.queue for group in self._groups.values()))
 
     def turn(self) -> dict[Any, Trial | LayoutMismatch]:
@@ -260,7 +260,7 @@ PER_LANE = 2  # claims for each lane, so that the next trial is at hand when one
 
 @dataclass
 class GpuProcess:
-    """The child process of one GPU, with its pipes and the trials that were sent to it."""
+    """The child process of one GPU, with its pipes and the claims of trials that were sent to it (and their deadlines), by key."""
 
     process: BaseProcess
     pipe: Connection
@@ -361,7 +361,7 @@ class GraphsEngine(processes.Engine):
 
 
 def serve(pipe: Connection, life: Connection, run: Any, resources: processes.TrialResources, lanes: int) -> None:
-    """Run trials that arrive through `pipe` on one GPU, in a process of its own, until it is closed.
+    """Run trials that arrive through `pipe` on one GPU until `pipe` is closed; this is the main function of a child process.
 
     `run.setting(spec)` is the setup of a trial. The process also ends when the parent's end of `life` is closed.
     """

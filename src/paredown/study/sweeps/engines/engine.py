@@ -48,7 +48,7 @@ class Engine(ABC):
 
     @abstractmethod
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """Return the trials that have ended, as soon as there are any; empty after `seconds`."""
+        """Return the trials that have ended, as soon as there are any; an empty list if none ends within `seconds`."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -103,7 +103,7 @@ END_SECONDS = 5.0  # for a process to exit after it has sent its result; it is k
 
 
 class TrialResources(NamedTuple):
-    """The resources of one trial: a GPU (None: any), and a number of CPU threads."""
+    """What one trial may use: a GPU (None: any), and a number of CPU threads."""
 
     gpu: str | None
     threads: int
@@ -111,7 +111,7 @@ class TrialResources(NamedTuple):
 
 @dataclass
 class TrialProcess:
-    """The process of one trial, with its pipe, its GPU and its deadline."""
+    """A running process of LocalEngine: its trial, its pipe, its GPU (None: any) and its deadline (None: no time limit)."""
 
     claim: Claim
     process: BaseProcess
@@ -122,7 +122,7 @@ class TrialProcess:
 
 @final
 class LocalEngine(Engine):
-    """Runs trials in processes of this machine. `run` is pickled for them: a function of an importable module, or a picklable object."""
+    """Runs each trial in a process of its own on this machine. `run` must be picklable: a function of a module, or an object."""
 
     def __init__(self, run: RunTrial, *, slots: int = 1, gpus: Sequence[str] = (), preload: Sequence[str] = PRELOAD) -> None:
         check_run(run)
@@ -222,7 +222,7 @@ def _child(pipe: Connection, run: RunTrial, spec: TrialSpec, resources: TrialRes
 
 
 def settle(pipe: Connection, resources: TrialResources) -> None:
-    """Prepare a new child process for a trial: set GPU and threads, and end it when the parent, which holds `pipe`, ends."""
+    """Prepare a new child process for a trial: set its GPU and threads, and end it when the parent's end of `pipe` is closed."""
     os.setsid()  # a process group of its own, which can be killed as a whole
     os.dup2(sys.stderr.fileno(), 1)  # stdout belongs to the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
@@ -256,7 +256,7 @@ def without_main() -> Generator[None]:
 
 @final
 class InlineEngine(Engine):
-    """An engine that runs one trial at a time in the worker's own process."""
+    """Runs one trial at a time in the worker's own process."""
 
     def __init__(self, run: RunTrial) -> None:
         self._run = run
