@@ -72,7 +72,7 @@ PLAIN_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "
 
 
 class SlotKind(NamedTuple):
-    """How one tensor of an update is stored: format or dtype, rounding, and how many square roots are taken before."""
+    """How one weight, gradient or moment is stored: format or dtype, rounding, and how often its square root is taken first."""
 
     format: Format | None
     dtype: torch.dtype | None
@@ -88,7 +88,7 @@ class SlotKind(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class UpdateSlot:
-    """A tensor of a parameter (weight, gradient or moment) that an update reads and writes in place, (rows, cols).
+    """A weight, gradient or moment of one parameter as (rows, cols), which an update reads and writes in place.
 
     It has codes and scales in `format`, or is an ordinary tensor in `parts.codes`. `roots`: the square root of the values is stored (1), or
     about their fourth root (2), see `rules.stored_root`. Such codes are at least 1.
@@ -117,7 +117,7 @@ class UpdateSlot:
 
 
 class UpdateLayout(NamedTuple):
-    """The rule and the formats of an update; parameters with the same layout are updated by one kernel launch."""
+    """The update rule, and how each tensor of a parameter is stored; one kernel launch updates all with the same layout."""
 
     rule: str
     block: int  # values that are skipped together if one is not finite
@@ -129,7 +129,7 @@ class UpdateLayout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class UpdateUnit:
-    """All tensors that an update of one parameter reads and writes, with numbers that no step changes."""
+    """All tensors that an update of one parameter reads and writes, and its sizes and numbers that do not change."""
 
     weight: UpdateSlot
     residue: UpdateSlot | None  # unpacked int8 beside an unpacked bf16 weight
@@ -143,7 +143,7 @@ class UpdateUnit:
     counters: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.int32))  # see `reference.py`
 
     def how(self, rule: str) -> UpdateLayout:
-        """Return the layout of an update of these tensors by the rule with this name: rule, formats and dtypes."""
+        """Return the layout of these tensors' update by the rule with this name: the rule, and how each tensor is stored."""
         return UpdateLayout(rule, *self._stored)
 
     @cached_property
@@ -192,7 +192,7 @@ def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed
 
 
 def _looked_ahead(unit: UpdateUnit, factor: Tensor | float, numbers: Numbers) -> Tensor:
-    """Return the bfloat16 matrix that Muon orthogonalizes: momentum and `factor` times the gradient, combined."""
+    """Return the bfloat16 matrix that Muon orthogonalizes, a combination of its momentum and `factor` times the gradient."""
     mean = torch.empty(unit.rows, unit.cols, dtype=torch.bfloat16, device=unit.weight.codes.device)
     for rows in _pieces(unit.rows, unit.cols, mean.device):
         piece = _Piece(unit, rows, 0, Seed(0, 0))
@@ -227,7 +227,7 @@ def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
 
 
 def values(slot: UpdateSlot, cols: int, factor: Tensor | float | None = None) -> Tensor:
-    """Return the decoded float32 values of one tensor of an update, (rows, cols), times `factor` if given."""
+    """Return one tensor of an update decoded to float32, (rows, cols), and multiplied by `factor` if there is one."""
     if slot.format is None:
         x = slot.codes.float()
         return x if factor is None else x * factor
@@ -274,7 +274,7 @@ def _with_residue(weight: Tensor, residue: Tensor) -> Tensor:
 
 
 class _Piece:
-    """The rows of a parameter and its state that an update decodes and encodes at a time."""
+    """Some rows of a parameter and its state, which an update decodes and encodes at a time to save memory."""
 
     def __init__(self, unit: UpdateUnit, rows: slice, block: int, seed: Seed) -> None:
         self.unit, self.rows, self.block, self.seed = unit, rows, block, seed
@@ -283,7 +283,10 @@ class _Piece:
         return slot.rows(self.rows)
 
     def store(self, old: Tensor, p: Tensor, moments: Sequence[Tensor]) -> None:
-        """Encode the parameter `p` (before its update: `old`) and moments, except for blocks that are not finite."""
+        """Encode and store the new parameter `p` and moments, except for blocks in which a new value is not finite.
+
+        `old` is the parameter before the update.
+        """
         is_finite = p.abs() < LIMIT
         for x, slot in zip(moments, self.unit.moments, strict=True):
             is_finite &= x.isfinite() if slot.roots else x.abs() < LIMIT
@@ -324,7 +327,7 @@ class _Piece:
         _put(slot, parts, skipped, self.unit.cols)
 
     def _encoded(self, slot: UpdateSlot, x: Tensor, multiplier: int, given: PackedParts | None = None) -> PackedParts:
-        """Return `x` encoded as `slot` is stored, with new scales or with those of `given`.
+        """Return `x` encoded in the format of `slot`, with new scales, or with the scales in `given`.
 
         `multiplier` turns the random bits that weight and moments share into those of this tensor.
         """
@@ -358,7 +361,7 @@ class _Piece:
 def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
     """Return the int32 random bits of `count` weights, of which the first has the index `seed.first_index`.
 
-    Four adjacent weights share one hash, which is multiplied by a different odd number for each.
+    Four adjacent weights share one hash, which is multiplied by another odd number for each of the four.
     """
     first = seed.first_index >> 2
     quad_bits = cpu.random_bits(seed, first, (seed.first_index + count + 3 >> 2) - first, device)
@@ -367,7 +370,7 @@ def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
 
 
 def is_whole(slot: UpdateSlot) -> bool:
-    """Return whether a tensor has integer codes in blocks without a minimum, which `whole_parts` encodes."""
+    """Return whether a tensor is stored as integer codes in blocks without a minimum, for which `whole_parts` is used."""
     format = slot.format
     return (
         format is not None
@@ -406,12 +409,15 @@ def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor |
 
 
 def is_sticky(format: Format | None) -> bool:
-    """Return whether a weight in `format` (e8m0 scales) keeps its scales between steps as long as they fit."""
+    """Return whether a weight in `format` keeps its blocks' scales from step to step while they fit: if scales are e8m0."""
     return format is not None and format.scale is not None and format.scale.name == "e8m0" and format.minimum is None
 
 
 def sticky_scales(p: Tensor, slot: UpdateSlot) -> Tensor:
-    """Return the scales of a weight after its update to `p`, as e8m0 codes, (rows, blocks); `slot`: the old weight."""
+    """Return the e8m0 scales (rows, blocks) of a weight whose new values are `p`; `slot` has the weight before the update.
+
+    A block keeps its scale as long as it fits the block's largest value.
+    """
     format, old = slot.format, slot.parts.scales
     assert format is not None and format.block and format.scale and old is not None
     largest = in_blocks(p, format.block, 0.0).abs().amax(2)
@@ -435,12 +441,12 @@ def half_step(p: Tensor, slot: UpdateSlot, has_residue: bool) -> Tensor:
 
 
 def _put(slot: UpdateSlot, parts: PackedParts, skipped: Tensor | None, cols: int) -> None:
-    """Write new codes and scales into the tensors of `slot`, except where `skipped` is True; None: everywhere."""
+    """Write new codes and scales into the tensors of `slot`, except where the mask `skipped` is True; None skips nothing."""
     slot.parts.copy_(parts if skipped is None else _keep(slot, parts, skipped, cols))
 
 
 def _keep(slot: UpdateSlot, parts: PackedParts, skipped: Tensor, cols: int) -> PackedParts:
-    """Return `parts`, new codes and scales, with the old ones of `slot` where `skipped` is True."""
+    """Return the new codes and scales `parts`, but the old ones of `slot` where the mask `skipped` is True."""
     assert parts.codes is not None
     if slot.format is None:
         return PackedParts(torch.where(skipped, slot.codes, parts.codes))

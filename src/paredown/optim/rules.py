@@ -50,7 +50,7 @@ Update = Callable[[Tensor, Tensor, Moments, Numbers], tuple[Tensor, Moments]]
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule: its function, the roles and torch.optim names of its moments, and its hyperparameters' names."""
+    """An optimizer's update rule: a function, the roles and torch.optim names of its moments, its hyperparameters' names."""
 
     name: str
     update: Update
@@ -60,7 +60,7 @@ class Rule:
     is_of_matrix: bool = False  # an update of one value depends on the whole matrix
 
     def numbers(self, hyper: Sequence[float]) -> Numbers:
-        """Return the hyperparameters by name, rounded to float32 except for rules of whole matrices (Muon's)."""
+        """Return hyperparameters, given in the order of `hyper_names`, by name, rounded to float32 (not for Muon's rule)."""
         if len(hyper) != len(self.hyper_names):
             raise OptimError(f"{self.name} reads {', '.join(self.hyper_names)}: {len(self.hyper_names)} numbers, not {len(hyper)}.")
         return dict(zip(self.hyper_names, hyper if self.is_of_matrix else map(as_float32, hyper), strict=True))
@@ -91,9 +91,9 @@ def fused(a: Tensor | float, b: Tensor, c: Tensor | float) -> Tensor:
 
 
 def _to_odd(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
-    """Return a + b in float64, rounded to odd, so that a second rounding to float32 gives the correctly rounded sum.
+    """Return a + b in float64, rounded to odd; `total` is the sum rounded to nearest.
 
-    `total` is the sum rounded to nearest.
+    Odd means that the last bit is set if the sum is inexact, so that rounding it to float32 gives the correctly rounded sum.
     """
     back = total - a
     rest = (a - (total - back)) + (b - back)  # the exact rounding error of `total`
@@ -145,7 +145,7 @@ def muon(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Mo
 
 
 def look_ahead(g: Tensor, m: Tensor, h: Numbers) -> tuple[Tensor, Tensor]:
-    """Return the next momentum, and Nesterov's combination of it with the gradient, which Muon orthogonalizes."""
+    """Return Muon's next momentum, and the matrix to orthogonalize: that momentum, or its Nesterov sum with the gradient."""
     m = torch.lerp(m, g, 1 - h["momentum"])
     return m, torch.lerp(g, m, h["momentum"]) if h["nesterov"] else m
 
@@ -166,7 +166,7 @@ def newton_schulz(x: Tensor, h: Numbers) -> Tensor:
 
 
 def step_along(direction: Tensor, p: Tensor, h: Numbers, shape: Sequence[int]) -> Tensor:
-    """Return some rows of a parameter after weight decay and a step along `direction`, these rows of Muon's update.
+    """Return `p`, some rows of a parameter, after weight decay and a step along `direction`, the same rows of Muon's update.
 
     The step's length is lr root(max(1, rows / cols)), or 0.2 lr root(max(rows, cols)) if `match_rms`; `shape`: the whole parameter's.
     """
@@ -184,7 +184,7 @@ def root(x: Tensor) -> Tensor:
 
 
 def stored_root(x: Tensor, roots: int) -> Tensor:
-    """Return the number that is stored for a second moment x >= 0: x, its square root, or about its fourth root.
+    """Return what is stored for a second moment x >= 0: x if `roots` is 0, its square root if 1, about its fourth root if 2.
 
     The second root halves the bit pattern of the first as an integer: within 7 % of a true root, monotone, and invertible except for the
     last bit. In 4 bits it is as accurate as a true root, and it takes one operation.

@@ -35,7 +35,7 @@ WEIGHT, GRADIENT = 0, 3  # indices of a parameter's tensors; between them are th
 
 @lru_cache(maxsize=1024)
 def covers(layout: UpdateLayout, cols: int) -> bool:
-    """Return whether `loops.py` can update parameters of this layout with `cols` columns.
+    """Return whether `loops.py` can update parameters of this layout (rule and formats) with `cols` columns.
 
     The loops do not cover rules of whole matrices, formats with one scale for the whole tensor, or blocks that are longer than a tile (the
     values that a loop decodes at once).
@@ -45,7 +45,7 @@ def covers(layout: UpdateLayout, cols: int) -> bool:
 
 
 class Updater:
-    """The update of one parameter in loops that numba compiles; the addresses of its tensors are looked up once."""
+    """The repeated update of one parameter by loops that numba compiles; addresses of its tensors are looked up only once."""
 
     def __init__(self, rule: Rule, unit: UpdateUnit) -> None:
         self.rule, self.unit, self.layout = rule, unit, unit.how(rule.name)
@@ -54,7 +54,8 @@ class Updater:
     def update(self, hyper: Sequence[float], step: int, seed: int, gradient: Tensor | None = None) -> None:
         """Update the parameter and its state in place; `step` counts from 1.
 
-        `gradient`: an unpacked gradient in new memory; None if the unit's gradient is used."""
+        `gradient`: an unpacked gradient to use instead of the one in `unit`; None for that one.
+        """
         unit = self.unit
         if not covers(self.layout, unit.cols) or codec.find_loops(unit.weight.codes) is None:
             reference.update(self.rule, unit if gradient is None else with_gradient(unit, gradient), hyper, step, seed)
@@ -73,7 +74,7 @@ class Updater:
 
 
 def with_gradient(unit: UpdateUnit, grad: Tensor) -> UpdateUnit:
-    """Return `unit`, the tensors of a parameter's update, with the unpacked gradient `grad` in it."""
+    """Return `unit`, the tensors of one parameter's update, with `grad`, an unpacked gradient, in place of its gradient."""
     return replace(unit, gradient=UpdateSlot(None, unit.gradient.rounding, PackedParts(grad.detach().view(unit.rows, unit.cols))))
 
 
@@ -82,7 +83,7 @@ def _formats(layout: UpdateLayout) -> list[Format]:
 
 
 def _unit_len(layout: UpdateLayout) -> int:
-    """Return the smallest number of values that are whole blocks and whole bytes in every tensor of the update."""
+    """Return the smallest number of values that end with a block and a byte in every tensor of the update."""
     return lcm(WHOLE_BYTES, layout.block, *(format.block for format in _formats(layout) if format.block))
 
 
@@ -106,7 +107,7 @@ def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
 
 
 def _memory(unit: UpdateUnit, layout: UpdateLayout) -> Any:
-    """Return the arguments of `loops.update` that do not change from step to step, such as addresses."""
+    """Return the arguments of `loops.update` that are the same in each step: encodings, addresses, sizes and counters."""
     from paredown.optim.cpu import loops
 
     num_moments = len(unit.moments)
@@ -125,14 +126,17 @@ def _memory(unit: UpdateUnit, layout: UpdateLayout) -> Any:
 
 
 def _tiles(rows: int, cols: int, unit_len: int) -> tuple[int, int, int]:
-    """Return rows, columns and values per tile with which loops read a (rows, cols) tensor: as one row if possible."""
+    """Return (rows, columns, values per tile) by which loops read a (rows, cols) tensor, as one long row if possible.
+
+    `unit_len`: a number of values that end with a block and a byte, of which tiles are multiples.
+    """
     if cols % unit_len == 0:
         rows, cols = 1, rows * cols
     return rows, cols, min(max(LONGEST_TILE // unit_len, 1) * unit_len, cols)
 
 
 def _slot(slot: UpdateSlot, overflow: Overflow, rule: str, *, integers: int, multiplier: int) -> tuple[Any, Any]:
-    """Return the encoding of a tensor as numbers for the loops, and its record of dtype `loops.SLOT`.
+    """Return how loops read and write a tensor: its encoding as numbers, and a record of dtype `loops.SLOT`.
 
     `integers` and `multiplier` are fields of the record. `_encoding` keeps the tables alive whose addresses are in it.
     """
@@ -147,15 +151,15 @@ def _slot(slot: UpdateSlot, overflow: Overflow, rule: str, *, integers: int, mul
 
 @cache
 def _encoding(format: Format, rounding: Rounding, overflow: Overflow, rule: str) -> tuple[Any, Any, list[int]]:
-    """Return the numbers that describe this encoding to the loops, its tables, and the tables' places in memory."""
+    """Return an encoding as loops read it: its numbers, tables of the values of codes, and the tables' addresses and sizes."""
     numbers, tables = numbers_of(format, rounding, overflow, rule)
     return numbers, tables, [number for table in tables for number in (table.ctypes.data, len(table))]
 
 
 def _where(tensor: Tensor | None) -> tuple[int, int]:
-    """Return the address and the bytes of a contiguous tensor; (0, 0) for None.
+    """Return the address and the bytes of a contiguous tensor; (0, 0) for None, and for a tensor without memory.
 
-    An unpacked gradient has no address here, because it is a new tensor in every step.
+    That is an unpacked gradient, which is a new tensor in every step.
     """
     if tensor is None or tensor.is_meta:
         return 0, 0
