@@ -229,7 +229,6 @@ def bytes_of(x: Tensor | None) -> Any:
 
 @lru_cache(maxsize=4096)
 def _buffer(num_bytes: int) -> Any:
-    """Return the ctypes type of an array of `num_bytes` bytes."""
     return ctypes.c_uint8 * num_bytes
 
 

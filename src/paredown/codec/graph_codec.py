@@ -83,7 +83,7 @@ def encode(x: Tensor, step: Tensor, order: list[int], *how_and_seed: Any) -> lis
 
 
 def encode_flattened(x: Tensor, step: Tensor, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> list[Tensor]:
-    """Return the codes, scales and minimums of 1-D contiguous `x`, each as a 1-D tensor.
+    """Return the codes, scales and minimums of `x`, which must be 1-D and contiguous, each as a 1-D tensor.
 
     `seed`, `tensor_id` and `step`, one int32 on the device of `x`, determine the random bits of stochastic rounding.
     """
@@ -97,7 +97,7 @@ def encode_flattened(x: Tensor, step: Tensor, format: str, rounding: str, overfl
 
 @lru_cache(maxsize=4096)
 def flat_encoder(numel: int, is_cuda: bool, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> Any:
-    """Return the Triton encoder for tensors of `numel` values; None on a CPU or if no kernel encodes this format."""
+    """Return an encoder that runs Triton kernels on `numel` values; None on a CPU, or if no kernel encodes this format."""
     kernels, how = backend.find_kernels() if is_cuda else None, _encoding(format, rounding, overflow)
     if kernels is None or how.format.block is None or not kernels.covers(how, "encode"):
         return None
@@ -178,10 +178,8 @@ def _unpacked(packed: Tensor, format: Format, numel: int) -> Tensor:
 def _spread(per_block: Tensor, block: int, numel: int) -> Tensor:
     """Return a tensor (numel,) that has for each value the number of its block from `per_block`, (num_blocks,).
 
-    Products of (num_blocks, block) and (num_blocks, 1) would make slower kernels (ResNet-50: 5 %).
-
-    A short last block takes computed indices: Inductor on the CPU (2.13) splits a loop over i that reads x[i // block] into whole blocks
-    and drops the rest.
+    Products of (num_blocks, block) and (num_blocks, 1) would make slower kernels (ResNet-50: 5 %). If the last block is short, indices are
+    computed: Inductor on the CPU (2.13) splits a loop over i that reads x[i // block] into whole blocks and drops the rest.
     """
     if statically_known_true(numel % block == 0):
         return per_block[:, None].expand(-1, block).reshape(-1)

@@ -50,8 +50,8 @@ inner: Any = njit(**OPTIONS)
 def entry(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function` as one that numba compiles at its first call, and keeps on disk if a folder can be written.
 
-    numba keeps errors of its compiler in reference cycles. Their tracebacks hold the frames of all callers, and so the tensors of a forward
-    pass, which a session then would not decode in backward. These cycles are collected after a call that compiled.
+    After a call that compiled, garbage is collected: numba keeps its compiler's errors in reference cycles, whose tracebacks keep the
+    tensors of all callers alive.
     """
     try:
         compiled: Any = njit(cache=True, **OPTIONS)(function)
@@ -90,10 +90,10 @@ class Parts(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The values of all codes of an element of at most 8 bits, and of a scale that is stored as a code.
+    """Arrays that loops index by codes: the values of an element of at most 8 bits, and those of a scale that is a code.
 
-    `thresholds` of an element that is a table: the smallest float32 that gets each code from 1 on (under stochastic rounding, may get).
-    `signs`: what reaching each threshold adds to the code: 1, or 2^32 - 1 for -1, which toward_zero needs in a table without 0.
+    For an element that is a table of values, a value's code is the sum of `signs` over the `thresholds` that the value reaches. A sign is
+    1, or 2^32 - 1 for -1, which toward_zero needs in a table without 0.
     """
 
     values: Any
@@ -309,7 +309,7 @@ def grid_codes(y, bits, codes, lost, n):
 
 @inner
 def magnitude(v):
-    """Return |v| as a float64, at most float32's largest; 0 for NaN."""
+    """Return |v| as a float64, but at most the largest float32, and 0 for NaN."""
     a = abs(v)
     a = a if a < LARGEST else LARGEST
     return np.float64(a if v == v else ZERO)
@@ -712,7 +712,7 @@ def codes_in_blocks(y, scaled, bits, codes, lost, begin, first_block, n, tables,
 
 @inner
 def values_without_code(y, lost, v):
-    """Write into `v` NaN or infinity for each value of `y` that has no code, as marked in `lost`."""
+    """Write NaN or infinity into `v` where a value of `y` has no code, which `lost` marks."""
     for i in range(len(y)):
         if lost[i]:
             v[i] = NAN if y[i] != y[i] else np.copysign(INF, y[i])
@@ -795,7 +795,7 @@ def decode(parts, call, out, n, tables):
 
 @entry
 def random_bits(call, out):
-    """Write the random bits of len(out) values, from the first index in `call` on, into `out`."""
+    """Fill `out` with the random bits of as many values, whose first index, and the keys, are in `call`."""
     fill_bits(out, call, 0)
 
 

@@ -81,7 +81,7 @@ class PackedTensor:
 
     @property
     def device(self) -> torch.device:
-        """The device of the codes."""
+        """The device on which the codes are."""
         return self.codes.device
 
     @property
@@ -358,7 +358,7 @@ def _from_header(text: Any, parts: PackedParts) -> PackedTensor:
 
 
 def _check_parts(packed: PackedTensor) -> None:
-    """Raise CodecError if the shapes, dtypes or devices of codes, scales or minimums do not fit format and shape."""
+    """Raise CodecError if codes, scales or minimums do not have the shapes, dtypes or device that format and shape imply."""
     format, device = packed.format, torch.device("meta")
     rows, cols = format.rows_and_cols([packed.shape[d] for d in packed.order])
     tensor_scale = torch.empty((), device=device) if format.has_tensor_scale else None
@@ -453,7 +453,7 @@ def _check_tensor(x: Tensor, verb: str) -> None:
 
 
 def _check_representable(rows: Tensor, encoding: Encoding) -> None:
-    """Raise CodecError if a value has no code in the format, such as NaN where the element has none."""
+    """Raise CodecError if a value in `rows` has no code in the format, such as NaN in an element without NaN."""
     element = encoding.format.element
     if encoding.format.block or element.nan_code is not None or rows.numel() == 0:
         return

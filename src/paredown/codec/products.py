@@ -74,7 +74,7 @@ _LIBRARY.define(f"{TRANSPOSED}(Tensor codes) -> Tensor")
 
 
 def quantize_rows(x: Tensor, element: str) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of a matrix: codes of its shape in `element`, and one float32 for each row, (rows, 1)."""
+    """Return (codes, scales) of a matrix: codes of its shape in `element` ("int8", "e4m3fn"), float32 scales (rows, 1)."""
     values, largest = x.float(), LARGEST[element]
     scales = values.abs().amax(-1, keepdim=True).clamp(min=MIN_MAGNITUDE) / largest
     scaled = (values / scales).clamp(-largest, largest)  # in backward of a compiled graph `x` may be a decoded tensor
@@ -84,7 +84,7 @@ def quantize_rows(x: Tensor, element: str) -> tuple[Tensor, Tensor]:
 def row_product(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return (a b^T) * scales_a * scales_b^T of codes a (rows, n) and b (columns, n), as (rows, columns) of `dtype`.
 
-    `scales_b`: None for ones.
+    `scales_b`: None if there are none to multiply by.
     """
     # made here, so that a graph has one tensor of ones for each size
     scales_b = b.new_ones((b.shape[0], 1), dtype=torch.float32) if scales_b is None else scales_b
@@ -110,7 +110,7 @@ def quantize_columns(g: Tensor, factors: Tensor, element: str) -> tuple[Tensor, 
 
 
 def transposed_codes(codes: Tensor) -> Tensor:
-    """Return the transpose of a matrix of codes, contiguous, with zeros up to a multiple of 16 columns."""
+    """Return the transpose of a matrix of codes, contiguous, whose rows are padded with zeros to a multiple of 16 columns."""
     missing, transposed = -codes.shape[0] % MULTIPLE, codes.t()
     if missing:
         values = transposed.view(torch.int8) if codes.element_size() == 1 else transposed  # torch pads no 8-bit floats
@@ -200,7 +200,7 @@ class SharedCodes:
 
 
 class RowProduct(torch.autograd.Function):
-    """The autograd function for x W^T with both matrices quantized to 8-bit codes; it saves W and the codes of x."""
+    """The autograd function for x W^T, with x and W quantized to 8-bit codes; it saves W and the codes of x for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, element: str, dtype: torch.dtype, given: Any) -> Tensor:
@@ -235,8 +235,7 @@ class RowProduct(torch.autograd.Function):
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, element: str, shared: SharedCodes | None = None) -> Tensor:
     """Return F.linear(x, weight, bias) computed by products of 8-bit codes, in the dtype that F.linear returns.
 
-    `element`: "int8" or "e4m3fn". Both sizes of `weight` must be multiples of MULTIPLE. `shared`: a cache that layers with the same input
-    share, so that it is quantized once.
+    `element`: "int8" or "e4m3fn". Both sizes of `weight` must be multiples of MULTIPLE. `shared`: a cache for layers with the same input.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.promote_types(x.dtype, weight.dtype)

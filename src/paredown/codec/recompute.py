@@ -97,7 +97,7 @@ def apply_mask(grad: Tensor, bits: Tensor) -> Tensor:
 
 
 class ReluOutput(Tensor):
-    """A tensor subclass for the output of a ReLU of which only the mask is stored.
+    """A tensor subclass for the output of a ReLU of which only the mask is stored, one bit per value.
 
     In bf16, torch's backward of a ReLU would read 2 bytes of an unpacked mask for each value, which unpacking has to write; the bits
     take an eighth of a byte.
@@ -175,7 +175,7 @@ class Norm:
 
 @dataclass(eq=False, slots=True)
 class DecodeSteps:
-    """The operations to apply to decoded values: a norm, then an activation function (for ReLU its mask `bits`).
+    """The operations to apply to decoded values: a norm, then an activation function, for ReLU by its mask `bits`.
 
     `activation` is the name of the function: "" (none), "gelu", "gelu_tanh", "silu" or "relu".
     """

@@ -117,7 +117,7 @@ class PackedParts:
 
 @dataclass(frozen=True)
 class Encoding:
-    """The arguments of encoding a tensor: format, rounding, overflow, seed, and the rule by which scales are chosen."""
+    """How to encode a tensor: format, rounding, overflow, seed of random bits, and the rule by which scales are chosen."""
 
     format: Format
     rounding: Rounding
@@ -155,7 +155,7 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
 def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow, bits: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the codes (int64) to which float32 `y` rounds, and a mask of values that have no code: too large, or NaN.
 
-    Under NONFINITE a value past the largest gets the code of inf or NaN if the element has one, and otherwise the nearest one.
+    `bits`: random bits for stochastic rounding. Under NONFINITE a value past the largest gets the code of inf or NaN if there is one.
     """
     codes, past = (
         table_codes(y, element, rounding, bits) if element.kind is ElementKind.TABLE else grid_codes(y, element, rounding, bits)
@@ -214,7 +214,7 @@ def _rounds_up(fraction: Tensor, code: Tensor, rounding: Rounding, bits: Tensor 
 def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the codes to which `y` rounds in an element that is a table of values, and a mask of values out of range.
 
-    A tie between values of e8m0 becomes the larger one, as in ml_dtypes.
+    `bits`: random bits for stochastic rounding. A tie between values of e8m0 becomes the larger one, as in ml_dtypes.
     """
     values = torch.tensor(element.table, dtype=torch.float32, device=y.device)
     lowest, highest = table_limits(element, rounding)
@@ -238,8 +238,7 @@ def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | 
 def table_limits(element: Element, rounding: Rounding) -> tuple[float, float]:
     """Return the smallest and the largest float32 that round to a value of a table, instead of overflowing.
 
-    These are the table's first and last value. But in e8m0 every number above 0 rounds to a value, up to where 2^128 is
-    nearer.
+    These are the table's first and last value; in e8m0 they are the smallest number above 0, and where 2^128 begins to be nearer.
     """
     if element.name != "e8m0":
         return element.table[0], element.table[-1]
@@ -277,7 +276,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
-    """Return `x`, (rows, cols), as (rows, blocks, block) with a short last block filled up by `fill`."""
+    """Return `x`, (rows, cols), as (rows, blocks, block), where a short last block is filled up with the number `fill`."""
     return torch.nn.functional.pad(x, (0, -x.shape[1] % block), value=fill).unflatten(1, (-1, block))
 
 
@@ -316,7 +315,7 @@ def tensor_scale_of(largest: Tensor, format: Format) -> Tensor:
 
 
 def store_scale(scale: Tensor, element: Element) -> Tensor:
-    """Return scales rounded up to values of `element`, in the form in which they are stored: a dtype, or uint8 codes.
+    """Return scales rounded up to values of `element`, as tensors of the dtype in which they are stored, uint8 for codes.
 
     NaN stays NaN. Past the largest value, 8-bit floats saturate, since scales relative to the tensor scale exceed it by rounding error
     alone; bf16 and e8m0 become inf or NaN.
@@ -343,7 +342,7 @@ def rounded_down(x: Tensor, element: Element) -> Tensor:
 def ocp_scale(largest: Tensor, element: Element) -> Tensor:
     """Return the scale of the OCP MX standard, 2^(floor(log2 largest) - floor(log2 max_value)), within e8m0's range.
 
-    Blocks of zeros get the smallest value of e8m0.
+    `largest`: each block's largest magnitude; max_value is the element's. Blocks of zeros get the smallest value of e8m0.
     """
     exponent = torch.frexp(largest.double()).exponent - torch.frexp(torch.tensor(element.max_value)).exponent
     exponent = torch.where(largest > 0, exponent, -127).clamp(-127, 127)

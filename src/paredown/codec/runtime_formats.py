@@ -172,7 +172,7 @@ def tiles_of(x: Tensor) -> int:
 
 
 def words_for(tensors: Iterable[Tensor]) -> int:
-    """Return the number of int64 of `memory` that `RuntimeFormatTable.round_many` needs for these tensors."""
+    """Return how many int64 the argument `memory` of `RuntimeFormatTable.round_many` must have for these tensors."""
     return sum(WORDS + tiles_of(x) for x in tensors) + 2  # owners are half as wide
 
 

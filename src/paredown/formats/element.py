@@ -112,7 +112,7 @@ class Element:
 
     @cached_property
     def _hash(self) -> int:
-        """The hash of the element, computed once because formats are dictionary keys for every tensor of a step."""
+        """The element's hash, computed once, because formats are dictionary keys for every tensor of a step."""
         return hash((self.kind, self.width, self.mantissa_bits, self.min_exponent, self.specials, self.subnormals, self.table))
 
     def __str__(self) -> str:

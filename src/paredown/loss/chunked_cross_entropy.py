@@ -65,7 +65,7 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """A transform of logits that consists of casts, products with numbers, and tanh.
+    """A transform of logits that consists of casts, products with numbers, and tanh, such as soft-capping.
 
     Its gradient is computed without autograd, which is not available inside operators.
     `calls`: ("to", the name of a dtype), ("mul", a number), ("div", a number) and ("tanh", None), in order.
@@ -78,7 +78,7 @@ class Elementwise:
 
     @property
     def scales(self) -> tuple[float, ...] | None:
-        """The factors (a, b, c) if the transform of logits is z -> c tanh(b tanh(a z)); None for calls in float64.
+        """The numbers (a, b, ..., c) of the transform z -> c tanh(... b tanh(a z)); None if a call casts to float64.
 
         >>> Elementwise((("div", 4.0), ("to", "float32"), ("tanh", None), ("mul", 3.0), ("mul", 2.0))).scales
         (0.25, 6.0)
@@ -125,7 +125,7 @@ SCALES = frozenset(("mul", "multiply", "div", "divide", "true_divide", "__mul__"
 
 
 def elementwise_call(name: str, number: Any, dtype: torch.dtype) -> tuple[str, Any]:
-    """Return the entry of `Elementwise.calls` for a call of the tensor function `name`, whose result has `dtype`."""
+    """Return the entry of `Elementwise.calls` for the function `name` with argument `number` and a result of `dtype`."""
     if name in CASTS:
         return "to", str(dtype).removeprefix("torch.")
     return ("tanh", None) if name == "tanh" else ("div" if "div" in name else "mul", number)
@@ -147,7 +147,7 @@ def without_last_casts(calls: Sequence[tuple[str, Any]], dtype: torch.dtype) -> 
 
 @dataclass(frozen=True)
 class ChunkSettings:
-    """The settings of a loss in chunks: dtype of products, transform of logits, rows in a chunk.
+    """The settings of a loss in chunks: dtype of products, transform of logits, rows in a chunk; None: the default.
 
     `dtype`: that of the matrix products. `transform`: an elementwise function of the logits, such as soft-capping. `num_rows`: the number
     of rows in a chunk. `loss_dtype`: that of the result outside autocast. `device`: the type of device that a trace is for, which fake
@@ -173,9 +173,9 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of `linear(hidden, weight, bias)` and `target` without computing all logits at once.
 
-    `adapter`: (rows, weight) of a linear layer of low rank whose result is added to the logits, as LoRA's.
     It differs from torch's by rounding alone. Matrix products are in the autocast dtype where autocast is enabled, and the loss is then
     float32; otherwise both have the dtype of the logits, unless `settings` has another one.
+    `adapter`: (input, weight) of a second linear layer of low rank, whose output is added to the logits, as LoRA's.
     """
     options, settings = options or CrossEntropy(), settings or ChunkSettings()
     check_arguments(hidden, weight, target, options)
@@ -248,7 +248,7 @@ class Problem:
 
     @property
     def is_fused(self) -> bool:
-        """Whether one kernel computes losses and gradients of a chunk: on CUDA, for transforms of products and tanh."""
+        """Whether one kernel computes losses and gradients of a chunk: on CUDA, if the transform consists of products and tanh."""
         is_covered = self.scales is not None and self.settings.dtype in KERNEL_DTYPES
         return is_covered and KERNEL_DEVICES.get(self.settings.device or "", False) and find_spec("triton") is not None
 

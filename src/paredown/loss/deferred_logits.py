@@ -70,7 +70,7 @@ NO_GRADIENT = (
 
 @dataclass(eq=False)
 class HeadUse:
-    """Counts of what happened to the logits of the output head at `path`, which `session.changes` reports.
+    """Counts of what happened to the logits of the output head at `path`; deferred ones are computed later, or never.
 
     `num_deferred`: times that they were deferred. `num_losses`: losses in chunks (those inside of compiled graphs count once).
     `num_graphs`: compiled graphs that have the head. `requests`: the functions that needed all logits.
@@ -114,7 +114,7 @@ class LogitsFamily:
         return self.linear
 
     def autocast(self) -> Any:
-        """Return a context with the autocast settings under which the head was called."""
+        """Return a context with the autocast settings under which the output head was called."""
         return torch.autocast(self.device, dtype=self.dtype if self.is_autocast else None, enabled=self.is_autocast)
 
     def make_real(self) -> None:
@@ -220,7 +220,7 @@ call_eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def deferred_in(arguments: Any) -> list[DeferredLogits]:
-    """Return the deferred logits in the arguments of a call."""
+    """Return the deferred logits (not computed yet) in the arguments of a call, which may be nested."""
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, DeferredLogits)]
 
 
@@ -265,7 +265,7 @@ def computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def is_write(func: Any, name: str, args: Any, kwargs: Any) -> bool:
-    """Return whether a function may write to its arguments."""
+    """Return whether a function, called `name`, may write to its arguments."""
     if getattr(func, "__name__", "") in ("__set__", "__delete__") or "out" in kwargs or kwargs.get("inplace"):
         return True
     overloads = [getattr(func, one) for one in func.overloads()] if isinstance(func, torch._ops.OpOverloadPacket) else [func]
@@ -344,7 +344,7 @@ def sum_of(terms: Sequence[Any]) -> DeferredLogits | None:
 
 
 def derived(logits: DeferredLogits, call: RecordedCall, layout: Layout) -> DeferredLogits:
-    """Return deferred logits for the result of a recorded call, with the size, strides and dtype of `layout`."""
+    """Return the result of `call` on deferred logits, itself deferred, with the size, strides and dtype of `layout`."""
 
     def rows_of(rows: Tensor) -> Tensor:
         if call.name == "__getitem__":
@@ -371,7 +371,7 @@ def derived(logits: DeferredLogits, call: RecordedCall, layout: Layout) -> Defer
 
 
 def defer(use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) -> DeferredLogits:
-    """Return the output of `linear` as deferred logits; `dtype` is that of the matrix product (None: autocast's)."""
+    """Return the output of `linear` as deferred logits, to be computed later; `dtype`: of the product (None: autocast's)."""
     family = LogitsFamily(use, linear, dtype)
     use.num_deferred += 1
     layout = Layout.contiguous(*linear.hidden.shape[:-1], linear.num_classes, dtype=family.dtype)
@@ -398,7 +398,7 @@ class Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Tensor], gradients: Callable[..., Sequence[Tensor | None]], *inputs: Any) -> Tensor:
-        """Return the deferred tensor that `make` returns; `gradients` computes the gradients of `inputs`."""
+        """Return the deferred logits that `make` returns; backward calls `gradients` for the gradients of `inputs`."""
         ctx.gradients = gradients
         return make()
 

@@ -94,7 +94,7 @@ class DeferredOutputs:
 
 
 def rewrite_head(gm: fx.GraphModule, inputs: Sequence[Any], module: nn.Linear, use: HeadUse) -> DeferredOutputs | None:
-    """Rewrite a graph of Dynamo so that the loss of `module`'s logits is computed in chunks.
+    """Rewrite a graph of Dynamo so that the loss of `module`'s logits is computed in chunks; `use` counts what was done.
 
     `inputs`: examples of the graph's inputs. Returns an object that restores the graph's original outputs at each call; None if the
     graph does not have the module, or is left unmodified.

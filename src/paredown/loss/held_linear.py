@@ -108,7 +108,7 @@ class PackedAlias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor) -> Tensor:
-        """Return the view; nothing is decoded."""
+        """Return a view of the packed parameter; nothing is decoded."""
         return view_of(packed)
 
     @staticmethod
@@ -124,7 +124,7 @@ def version_of(tensor: Tensor) -> Any:
 
 
 def fingerprint(tensor: Tensor) -> Tensor | None:
-    """Return one number per row of a matrix, by which changes are noticed; None if values cannot be read now.
+    """Return one number per row of a matrix, which shows later whether values were changed; None if they cannot be read now.
 
     >>> weight = nn.Parameter(torch.eye(3))
     >>> before = fingerprint(weight)

@@ -71,7 +71,7 @@ class OperatorSettings:
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """The dtype of matrix products."""
+        """The dtype of matrix products, which `dtype` names."""
         return getattr(torch, self.dtype)
 
     def problem(self, target: Tensor, class_weights: Tensor | None, num_classes: int) -> Problem:
@@ -87,8 +87,7 @@ def compute_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the loss, the factor by which gradients must be multiplied, and the gradients of `hidden`, `weight`, `bias`.
 
-    Shapes: `hidden` (num_rows, size), `weight` (num_classes, size). `settings`: the text of `OperatorSettings`. A gradient is empty if it
-    is not needed.
+    `hidden` is (num_rows, size), `weight` (num_classes, size). `settings`: the text of `OperatorSettings`. Gradients not needed are empty.
     """
     parsed = OperatorSettings.parse(settings)
     problem = parsed.problem(target, class_weights, weight.shape[0])
@@ -123,7 +122,7 @@ def compute_gradients(
 
 
 def _filled(gradients: Sequence[Tensor | None], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three gradients with empty tensors in place of None, which operators cannot return."""
+    """Return the gradients with empty tensors in place of None, which operators cannot return, on the device of `hidden`."""
     of_hidden, of_weight, of_bias = (hidden.new_empty(0) if g is None else g for g in gradients)
     return of_hidden, of_weight, of_bias
 

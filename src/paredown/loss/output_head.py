@@ -117,7 +117,7 @@ class OutputHead:
 
     @property
     def is_found(self) -> bool:
-        """Whether the model has an output head."""
+        """Whether the model has an output head, as this class defines it."""
         return self._module is not None
 
     @property

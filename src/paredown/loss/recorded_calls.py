@@ -52,7 +52,7 @@ class Layout:
             return Layout(tuple(result.size()), result.stride(), result.dtype)
 
     def class_first(self) -> Layout | None:
-        """Return the layout with the last dimension moved to dimension 1; None for fewer than three dimensions."""
+        """Return this layout with the classes, the last dimension, moved to dimension 1; None for fewer than three dimensions."""
         if len(self.size) < 3:
             return None
         size, stride = ((values[0], values[-1], *values[1:-1]) for values in (self.size, self.stride))

@@ -188,7 +188,7 @@ def conv_norm(num_in: int, num_out: int, size: int, *rest: nn.Module) -> nn.Sequ
 
 @final
 class Fire(nn.Module):
-    """A SqueezeNet layer: a 1 x 1 convolution to few channels, then a 1 x 1 and a 3 x 3 one with joined outputs."""
+    """A SqueezeNet layer: a 1 x 1 convolution to few channels, then a 1 x 1 and a 3 x 3 one, whose outputs are concatenated."""
 
     def __init__(self, num_in: int, num_out: int, squeezed: int) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ DEPTHS = (4, 8, 4)
 
 
 def depthwise(channels: int, stride: int) -> nn.Conv2d:
-    """Return a 3 x 3 depthwise convolution."""
+    """Return a 3 x 3 depthwise convolution, one filter per channel; it keeps height and width if `stride` is 1."""
     return nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=False)
 
 

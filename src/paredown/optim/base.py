@@ -213,7 +213,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
     # --- groups -----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as torch.optim does; it may have its own tier (set of formats) and roundings."""
+        """Add a parameter group, as torch.optim does; it may have its own tier (a named set of formats) and roundings."""
         super().add_param_group(param_group)
         group, index, num_before = self.param_groups[-1], len(self.param_groups) - 1, len(self._entries)
         try:
@@ -372,7 +372,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._is_unscaled = True
 
     def _update_in_backward(self, entry: ParameterState, grad: Tensor) -> None:
-        """Update one parameter with its gradient inside backward (release=True)."""
+        """Update one parameter with its gradient `grad` inside backward, as `release=True` requests."""
         group, plain = self.param_groups[entry.group], local(entry.parameter)
         rule = self.rule_for(group)
         with torch.no_grad():
@@ -422,7 +422,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return {name: value for name, value in self.param_groups[index].items() if name not in ours}
 
     def is_torchs(self, entry: ParameterState) -> bool:
-        """Return whether torch.optim updates this parameter, since its weight, moments and gradient are not packed."""
+        """Return whether torch.optim updates this parameter: neither weight, moments nor gradient are packed."""
         return self._is_full(entry.choices)
 
     def _is_full(self, choices: SlotFormats) -> bool:
@@ -436,7 +436,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     @property
     def entries(self) -> Sequence[ParameterState]:
-        """The state of each parameter, in the order of the groups."""
+        """The state of each parameter, in the order of the parameter groups."""
         return self._entries
 
     def entry_of(self, parameter: Tensor) -> ParameterState | None:
@@ -451,7 +451,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return checkpoint.state_dict(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict()`, or pack and load state of a torch.optim or bitsandbytes optimizer."""
+        """Load the result of `state_dict()`, or load and pack the state of a torch.optim or bitsandbytes optimizer."""
         self._batches.clear()
         checkpoint.load_state_dict(self, state_dict, super().load_state_dict)
         self._torch = None

@@ -103,7 +103,7 @@ def square_sums(tensors: Sequence[PackedTensor]) -> Tensor | None:
 
 
 def _kernels_for(unit: UpdateUnit, layout: UpdateLayout) -> ModuleType | None:
-    """Return the module of kernels that supports this layout on the parameter's device; None if there is none."""
+    """Return the module of Triton kernels if they can update tensors stored in this `layout`, on their device; else None."""
     kernels = _find_kernels() if unit.weight.codes.is_cuda else None
     return kernels if kernels is not None and kernels.covers(layout) else None
 

@@ -63,7 +63,7 @@ class Diagnostics(tuple[ParameterDiagnostics, ...]):
 
 
 class UpdateCounters:
-    """Counts of what rounding did to the updates of all packed parameters: kernels add to int32, which float64 sums collect."""
+    """Counts of what rounding did to updates of packed parameters: int32 that kernels add to, and float64 sums of these."""
 
     def __init__(self) -> None:
         self._counters: dict[torch.device, list[Tensor]] = {}
@@ -97,7 +97,7 @@ class UpdateCounters:
             self._send()
 
     def drain(self) -> None:
-        """Add the counters of all parameters to their sums on the same device, and set the counters to 0."""
+        """Add the counters of all parameters to the float64 sums, and set them to 0, all on the device."""
         for device, counters in self._counters.items():
             new = torch.stack(counters).double()
             before = self._sums.get(device)

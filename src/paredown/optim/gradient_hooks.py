@@ -83,7 +83,7 @@ class _Hook(ABC):
         return parameter
 
     def attach(self) -> None:
-        """Register the hook on the parameter."""
+        """Register this hook on its parameter, unless it is registered already."""
         if self._handle is None:
             parameter = self.parameter
             # torch registers hooks only while it is true; they stay when it is set to False
@@ -112,7 +112,7 @@ class _Hook(ABC):
 
     @abstractmethod
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
-        """Process the gradient that backward has just added to p.grad."""
+        """Process `grad`, which backward has just accumulated in p.grad."""
 
 
 class Accumulator(_Hook):
@@ -231,9 +231,9 @@ class Releaser(_Hook):
 
 
 class ReleasedGradient(Tensor):
-    """A tensor subclass for the p.grad of a parameter that was updated inside backward.
+    """The p.grad of a parameter that was updated inside backward: a tensor subclass with a shape, but without values.
 
-    It has a shape and no values: everything that would read values raises OptimError.
+    Everything that would read values raises OptimError.
     """
 
     _releaser: weakref.ref[Releaser]
@@ -242,7 +242,7 @@ class ReleasedGradient(Tensor):
 
     @staticmethod
     def __new__(cls: type[ReleasedGradient], like: Tensor, releaser: Releaser) -> ReleasedGradient:
-        """Return a tensor of the shape, dtype and device of `like`, without memory, for the hook `releaser`."""
+        """Return a tensor of the shape, dtype and device of `like`, without memory; `releaser`: the hook that used its values."""
         made = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
         made._releaser, made._is_zero = weakref.ref(releaser), False
         return made

@@ -106,7 +106,7 @@ class PackedGradient(Tensor):
         return values if dtype is None else values.to(dtype)
 
     def store(self, values: Tensor) -> None:
-        """Replace the gradient by `values`, rounded stochastically."""
+        """Replace the gradient's values by `values`, rounded stochastically to its format."""
         if values.shape != self.shape:
             raise OptimError(f"a packed gradient of shape {tuple(self.shape)} cannot become one of shape {tuple(values.shape)}.")
         if self._views:
@@ -183,7 +183,7 @@ def _through(views: tuple[View, ...], values: Tensor) -> Tensor:
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return func(*args, **kwargs) for a torch operator that has packed gradients among its arguments."""
+    """Return func(*args, **kwargs) for a torch operator among whose arguments are packed gradients."""
     handler = HANDLERS.get(func)
     result = NotImplemented if handler is None else handler(func, args, kwargs)
     return on_values(func, args, kwargs) if result is NotImplemented else result

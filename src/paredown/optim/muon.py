@@ -138,7 +138,7 @@ class Muon(Optimizer):
         )
 
     def _check_matrices(self, group: Mapping[str, Any]) -> None:
-        """Raise OptimError if a Muon group has a parameter that is no matrix, or is sharded over processes."""
+        """Raise OptimError if a group for Muon has a parameter that is not a matrix, or that is sharded over processes."""
         for parameter in group["params"] if group["rule"] == "muon" else ():
             name = self._by_id[id(parameter)].name
             if parameter.dim() != 2:
@@ -195,10 +195,9 @@ class Muon(Optimizer):
 
 
 def embeddings_and_head(model: nn.Module) -> list[Tensor]:
-    """Return the weights of a model's embeddings and output layer, which `adamw_params` of Muon takes.
+    """Return the weights of a model's embeddings and output layer, for the argument `adamw_params` of Muon.
 
-    The output layer is `model.get_output_embeddings()`, as in Hugging Face's models; if the model has no such method, it is the last
-    nn.Linear.
+    The output layer is `model.get_output_embeddings()`, as in Hugging Face's models, or else the model's last nn.Linear.
     """
     modules = list(model.modules())
     found = [m.weight for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]

@@ -152,10 +152,7 @@ def any_nonfinite(sums: list[GradientSum]) -> Tensor:
 
 
 def norms(sums: list[GradientSum]) -> list[Tensor | None]:
-    """Return the Euclidean norm of each packed sum in float32; None for sums whose format no kernel reads.
-
-    Kernels compute them in one launch for each format.
-    """
+    """Return the Euclidean norm of each packed sum, by one kernel launch for each format; None where no kernel reads it."""
     result: list[Tensor | None] = [None] * len(sums)
     by_format: dict[Any, list[int]] = {}
     for i, held in enumerate(sums):

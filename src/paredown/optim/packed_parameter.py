@@ -153,14 +153,11 @@ class PackedParameter(Tensor):
 
 
 class Decoded(torch.autograd.Function):
-    """The autograd function that decodes a packed parameter.
-
-    The gradient of the values is the gradient of the parameter.
-    """
+    """The autograd function that decodes a packed parameter, whose gradient is that of the decoded values."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor) -> Tensor:
-        """Return the decoded values of the packed parameter."""
+        """Return the values of a packed parameter, decoded."""
         ctx.weight = weight = _weight(packed)
         return _of_base(packed, weight.decode())
 

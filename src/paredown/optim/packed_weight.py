@@ -286,10 +286,7 @@ class Weight:
         return change / norm if norm else 1.0, error / change if change else 0.0
 
     def _has(self, values: Tensor) -> bool:
-        """Return whether `values` equal the decoded values bit for bit, in the same shape, dtype, device and strides.
-
-        The first row is decoded and compared before all others.
-        """
+        """Return whether `values` equal the decoded values bit for bit, in the same shape, dtype, device and strides."""
         if not self._is_like(values) or strides_of(values) != self.stride:
             return False
         if values.dim() and self.format.block is not None and not same_bits(_first_rows(self._packed, 1).decode(), values[:1]):
@@ -404,10 +401,7 @@ class Weight:
         self.is_pinned = True
 
     def release(self, values: Tensor | None = None) -> None:
-        """Make the parameter an ordinary nn.Parameter for good.
-
-        It gets `values`, which cannot be packed, or for None the decoded values.
-        """
+        """Make the parameter an ordinary nn.Parameter for good, with `values`, or with the decoded values for None."""
         parameter = self.parameter
         if parameter is not None and not self.is_released:
             if values is not None:

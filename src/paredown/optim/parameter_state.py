@@ -143,7 +143,7 @@ def choose(parameter: Tensor, group: Mapping[str, Any], request: RequestedFormat
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Raise OptimError if a parameter group has an unknown tier, role or rounding."""
+    """Raise OptimError if a parameter group names a tier (set of formats), a tensor's role or a rounding that is unknown."""
     tier = group.get("tier")
     if tier is not None and tier not in TIERS:
         raise OptimError(f"tier {tier!r} is unknown. Allowed: {', '.join(TIERS)}, or None for the plan's formats.")
@@ -293,7 +293,7 @@ def _first_index(parameter: DTensor, name: str) -> int:
 
 
 def zeros(shape: tuple[int, ...] | torch.Size, format: Format, dtype: torch.dtype, device: torch.device) -> PackedTensor:
-    """Return a packed tensor of zeros in the given format."""
+    """Return a packed tensor of zeros, which decodes to this shape and dtype."""
     encoding = Encoding(format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
     parts = encoding.empty_parts(*Format.rows_and_cols(shape), device=device, tensor_scale=None)
     for tensor in parts.tensors():
@@ -302,7 +302,7 @@ def zeros(shape: tuple[int, ...] | torch.Size, format: Format, dtype: torch.dtyp
 
 
 def roots_of(role: Role, format: Format | None) -> int:
-    """Return how many square roots are taken of a tensor before packing: 1 or 2 for second moments, otherwise 0."""
+    """Return how often a tensor's square root is taken before it is packed: 1 or 2 times for second moments, otherwise 0."""
     if role is not Role.MOMENT2 or format is None or format.block is None:
         return 0
     return 1 if format.element.width >= 8 else 2
@@ -333,7 +333,7 @@ def fill_state(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None
 
 
 def has_residue(entry: ParameterState) -> bool:
-    """Return whether a parameter has a residue: a format for it was chosen, and the weight is bfloat16."""
+    """Return whether a bfloat16 weight has a residue, 8 more bits of precision, for which a format must have been chosen."""
     weight = entry.weight
     is_bf16 = local(entry.parameter).dtype is torch.bfloat16 if weight is None else str(weight.packed.format) == "bf16"
     return is_bf16 and entry.choices.format(Role.RESIDUE) is not None
@@ -356,7 +356,7 @@ def parts_in(state: dict[str, Any], name: str) -> PackedParts:
 
 
 def unit_of(entry: ParameterState, rule: Rule, state: dict[str, Any], gradient: Tensor) -> UpdateUnit:
-    """Return the tensors that an update of this parameter by `rule` reads and writes."""
+    """Return the tensors that an update by `rule` reads and writes: weight, residue, the moments in `state`, and gradient."""
     rows, cols = entry.rows_and_cols
     moments = tuple(_moment_slot(entry, role, name, state) for role, name in zip(rule.roles, rule.names, strict=True))
     residue = state.get("residue") if has_residue(entry) else None

@@ -111,7 +111,7 @@ class UpdateSlot:
         return self.parts.codes
 
     def rows(self, rows: slice) -> UpdateSlot:
-        """Return an `UpdateSlot` for these rows alone, whose tensors are views of the rows."""
+        """Return an `UpdateSlot` for some rows of the tensor, without a copy: its tensors are views."""
         codes, scales, minimums = (t if t is None else t[rows] for t in (self.parts.codes, self.parts.scales, self.parts.minimums))
         return UpdateSlot(self.format, self.rounding, PackedParts(codes, scales, minimums, self.parts.tensor_scale), self.roots)
 
@@ -170,7 +170,10 @@ GIVEN = "given"
 
 
 def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed: int) -> None:
-    """Update a parameter and its state in place by `rule` with the hyperparameters `hyper`; `step` counts from 1."""
+    """Update a parameter and its state, the tensors in `unit`, in place by `rule`; `step` counts from 1.
+
+    `hyper`: the rule's hyperparameters, in the order of `hyper_names`. `seed`: of stochastic rounding.
+    """
     numbers, block = rule.numbers(hyper), unit.how(rule.name).block
     factor = numbers["factor"] if unit.factor is None else unit.factor.float() * numbers["factor"]
     direction = newton_schulz(_looked_ahead(unit, factor, numbers), numbers) if rule.is_of_matrix else None
@@ -212,7 +215,7 @@ class Fold(NamedTuple):
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add a gradient to a packed sum of gradients in place, weighted and rounded as `how` says."""
+    """Add `grad` to a packed sum of gradients in place, weighted and rounded as `how` says."""
     slot = UpdateSlot(packed.format, how.rounding, packed.parts)
     num_rows, cols = packed.format.rows_and_cols(packed.shape)
     grad = grad.detach().reshape(num_rows, cols)
@@ -250,7 +253,7 @@ def _element_values(codes: Tensor, element: Element, cols: int) -> Tensor:
 
 
 def _pieces(rows: int, cols: int, device: torch.device) -> Iterator[slice]:
-    """Yield the slices of rows of a (rows, cols) parameter that an update processes one after the other."""
+    """Yield slices of the rows of a (rows, cols) parameter, which an update processes one after the other."""
     if not cols:
         return
     height = update_rows(rows, cols) if device.type == "cpu" else max(1, GPU_PIECE // cols)
@@ -269,7 +272,7 @@ def update_rows(rows: int, cols: int) -> int:
 
 
 def _with_residue(weight: Tensor, residue: Tensor) -> Tensor:
-    """Return the 24-bit floats, as float32, that a bf16 weight and its 8-bit residue represent together."""
+    """Return, as float32, the 24-bit floats that a bf16 weight and the next 8 bits of each value, its residue, make up."""
     return ((weight.view(torch.int16).int() << 16) + (residue.int() << 8)).view(torch.float32)
 
 
@@ -427,7 +430,7 @@ def sticky_scales(p: Tensor, slot: UpdateSlot) -> Tensor:
 
 
 def half_step(p: Tensor, slot: UpdateSlot, has_residue: bool) -> Tensor:
-    """Return half the distance between neighbouring values of the weight's format, at each value of `p`."""
+    """Return half the distance between values that the weight `slot`, with a residue or without, can store, at each `p`."""
     element = slot.kind.stored.element
     mantissa_bits = 15 if has_residue else element.mantissa_bits
     scale: Tensor | float = 1.0

@@ -67,7 +67,7 @@ class Rule:
 
 
 def as_float32(number: float) -> float:
-    """Return the float32 nearest to a number."""
+    """Return a Python number rounded to float32."""
     try:
         return unpack("f", pack("f", number))[0]
     except OverflowError:
@@ -104,25 +104,25 @@ def _to_odd(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
 
 
 def sgd(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Return the parameter after a step of SGD without momentum, and no moments."""
+    """Return parameter `p` after a step of SGD without momentum, and no moments; `g`: gradient, `h`: hyperparameters."""
     return fused(-h["lr"], fused(h["weight_decay"], p, g), p), ()
 
 
 def sgdm(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Return parameter and momentum after a step of SGD with momentum."""
+    """Return parameter `p` and momentum after a step of SGD with momentum; `g`: gradient, `h`: hyperparameters."""
     m = fused(h["carry"], moments[0], h["fresh"] * fused(h["weight_decay"], p, g))
     return fused(-h["lr"], m, p), (m,)
 
 
 def nesterov(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Return parameter and momentum after a step of SGD with Nesterov momentum."""
+    """Return parameter `p` and momentum after a step of SGD with Nesterov momentum; `g`: gradient, `h`: hyperparameters."""
     d = fused(h["weight_decay"], p, g)
     m = fused(h["carry"], moments[0], h["fresh"] * d)
     return fused(-h["lr"], fused(h["momentum"], m, d), p), (m,)
 
 
 def adamw(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Return parameter and moments after a step of Adam with decoupled weight decay."""
+    """Return parameter `p` and moments after a step of Adam with decoupled decay; `g`: gradient, `h`: hyperparameters."""
     m = fused(h["beta1"], moments[0], h["rest1"] * g)
     v = fused(h["beta2"], moments[1], fused(h["rest2"] * g, g, SMALLEST_SQUARE))
     denominator = fused(h["inverse_root"], root(v), h["eps"])
@@ -130,13 +130,13 @@ def adamw(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, M
 
 
 def lion(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Return parameter and momentum after a step of Lion, along the sign of an interpolated momentum."""
+    """Return parameter `p` and momentum after a step of Lion; `g`: gradient, `h`: hyperparameters."""
     c = fused(h["beta1"], moments[0], h["rest1"] * g)
     return fused(-h["lr"], torch.sign(c), p * h["keep"]), (fused(h["beta2"], moments[0], h["rest2"] * g),)
 
 
 def muon(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Return parameter and momentum after a step of Muon, which orthogonalizes the whole matrix of updates.
+    """Return the matrix `p` and its momentum after a step of Muon; `g`: gradient, `h`: hyperparameters.
 
     `reference.update` calls the three functions that this one calls: `look_ahead` and `step_along` on some rows at a time.
     """
@@ -151,10 +151,10 @@ def look_ahead(g: Tensor, m: Tensor, h: Numbers) -> tuple[Tensor, Tensor]:
 
 
 def newton_schulz(x: Tensor, h: Numbers) -> Tensor:
-    """Return `x` with its singular values replaced by values near 1 (its singular vectors stay).
+    """Return `x` with its singular values replaced by values near 1; `h` has the number of iterations and coefficients.
 
-    `x`, bfloat16, is overwritten. Beside it, one matrix of its size is allocated and two squares of the shorter side, if the caller keeps
-    no reference to `x`.
+    `x`, bfloat16, is overwritten. If the caller keeps no reference to it, one matrix of its size and two squares of its shorter side are
+    allocated beside it.
     """
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x
@@ -176,10 +176,7 @@ def step_along(direction: Tensor, p: Tensor, h: Numbers, shape: Sequence[int]) -
 
 
 def root(x: Tensor) -> Tensor:
-    """Return the correctly rounded square root of float32 x >= 0.
-
-    torch.sqrt is not correctly rounded on every CPU.
-    """
+    """Return the square root of float32 x >= 0, correctly rounded, which torch.sqrt is not on every CPU."""
     return x.double().sqrt().float()
 
 
@@ -196,7 +193,7 @@ def stored_root(x: Tensor, roots: int) -> Tensor:
 
 
 def from_stored_root(y: Tensor, roots: int) -> Tensor:
-    """Return the second moment x for which `stored_root` is y, up to the rounding of a square."""
+    """Return the second moment for which `stored_root` has returned y with the same `roots`, up to rounding."""
     if roots == 0:
         return y
     r = y if roots == 1 else ((y.contiguous().view(torch.int32) - HALF_BITS).clamp(min=0) << 1).view(torch.float32)

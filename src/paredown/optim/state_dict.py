@@ -123,7 +123,10 @@ def _decoded(entry: ParameterState, role: Role, name: str, saved: dict[str, Any]
 
 
 def load_state_dict(optimizer: Optimizer, loaded: Mapping[str, Any], base: Callable[[dict[str, Any]], None]) -> None:
-    """Load state that `state_dict`, torch.optim or bitsandbytes saved; an error leaves the optimizer unchanged."""
+    """Load state that `state_dict`, torch.optim or bitsandbytes saved; an error leaves the optimizer unchanged.
+
+    `base` is the `load_state_dict` of torch.optim.Optimizer.
+    """
     groups, state = [dict(group) for group in optimizer.param_groups], optimizer.state
     run = optimizer.updates, optimizer._num_accumulated, optimizer.seed
     try:

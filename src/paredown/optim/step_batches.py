@@ -94,7 +94,7 @@ class StepBatches:
                 entry.step = step
 
     def run(self) -> None:
-        """Update all parameters that have gradients."""
+        """Update all parameters that have gradients, in batches that are made anew only if something has changed."""
         optimizer = self._optimizer()
         assert optimizer is not None
         if self._entries is None:

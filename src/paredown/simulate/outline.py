@@ -72,7 +72,7 @@ class Outline:
         return users
 
     def slots(self) -> list[tuple[tuple[str, ...], Role]]:
-        """Return (names, role) of every tensor of the step to which a plan may give a format, for `Plan.check`."""
+        """Return (names, role) of every tensor of the step to which a plan may give a format, so that `Plan.check` finds others."""
         pairs = [(value.names, role) for value in self.values for role in (Role.ACTIVATION, Role.ERROR)]
         roles = (Role.WEIGHT, Role.FROZEN, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2, Role.MASTER)
         return [*pairs, *(((name,), role) for name in self.weights for role in roles)]

@@ -51,7 +51,7 @@ def peppp_element(exponent_bits: int, mantissa_bits: int) -> str:
 
 
 def parse_peppp(text: str) -> tuple[int, int]:
-    """Return the exponent bits and mantissa bits of PEPPP's short spelling.
+    """Return (exponent bits, mantissa bits) of a float that is named as in PEPPP.
 
     >>> parse_peppp("e4m3")
     (4, 3)

@@ -95,7 +95,10 @@ class RangeCounter:
         self._rows[key] = sums if key not in self._rows else self._rows[key].to(sums.device) + sums
 
     def counts(self, slots: Iterable[tuple[int, str, Role]]) -> RangeCounts:
-        """Return the counts of `slots`, each (number, name, role); this synchronizes with the device."""
+        """Return how many values of each of `slots` left their format's range; this waits for the device.
+
+        Each of `slots` is a tensor of the step, (number, name, role).
+        """
         named = {number: (key, role) for number, key, role in slots}
         rows: list[SlotCounts] = []
         for (number, format), sums in self._rows.items():
@@ -129,7 +132,7 @@ def _sums(x: Tensor, y: Tensor, format: Format) -> Tensor:
 
 
 def _range(format: Format) -> tuple[float, float, float]:
-    """Return the limits between which values of a format do not saturate, and its smallest normal magnitude.
+    """Return (low, high, smallest): values beyond low or high saturate, those below smallest lose significant bits.
 
     >>> _range(Format.parse("e4m3fn")), _range(Format.parse("uint8"))
     ((-464.0, 464.0, 0.015625), (-0.5, 255.5, 1.0))
@@ -145,7 +148,7 @@ def _range(format: Format) -> tuple[float, float, float]:
 
 
 def _brief(format: Format) -> str:
-    """Return a short text of a format, which for a table of many values has their number and range.
+    """Return a format's text, in which a table of many values is replaced by their number and range.
 
     >>> _brief(Format.parse("[-1 0 1]")), _brief(Format.parse("[" + " ".join(str(k) for k in range(-99, 100)) + "]/64@bf16"))
     ('[-1 0 1]', '[199 values from -99 to 99]/64@bf16')

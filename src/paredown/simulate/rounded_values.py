@@ -255,7 +255,7 @@ class StraightThroughRounding(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: Tensor, slots: RoundedSlots, slot: RoundedSlot, counts_overflow: bool, rounded: Tensor | None = None
     ) -> Tensor:
-        """Return a rounded copy of `x`, or `rounded` if such a copy exists already."""
+        """Return a copy of `x` that `slots` rounds to the format of `slot`; if `rounded` is such a copy, return it instead."""
         return slots.rounded(x, slot, counts_overflow=counts_overflow) if rounded is None else rounded
 
     @staticmethod

@@ -94,7 +94,7 @@ class SimulatedSession:
 
     @property
     def promotions(self) -> tuple[Promotion, ...]:
-        """The changes of tensors to wider formats because values overflowed, in order."""
+        """The changes of tensors to wider formats because values overflowed, in the order in which they happened."""
         return self._slots.promotions
 
     @property
@@ -137,8 +137,7 @@ class SimulatedSession:
     def capturing(self) -> AbstractContextManager[None]:
         """Return a context in which to capture a CUDA graph, so that it rounds parameters in few kernel launches.
 
-        The graph may have at most one training step, and can be replayed after the context ends. Capturing without this context works too,
-        with more launches.
+        The graph may have at most one training step, and can be replayed after the context ends. Without this context it has more launches.
         """
         model = self._model()
         return self._slots.capturing(() if model is None else model.parameters())

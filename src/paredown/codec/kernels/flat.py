@@ -221,7 +221,7 @@ class FlatEncoder:
         return parts
 
     def encode_into(self, x: Tensor, step: Tensor, *parts: Tensor) -> None:
-        """Write the codes, scales and minimums of `x` into the tensors `parts`."""
+        """Write the codes, scales and minimums of `x` into the tensors `parts`; `step`: the training step, one int32."""
         addresses = parts[0].data_ptr(), parts[1].data_ptr(), parts[-1].data_ptr()
         self.encode_at(x, step, addresses, lambda: parts)
 
@@ -320,13 +320,13 @@ class BufferCodec(FlatCodec):
         return at, at + places[1][0], at + places[-1][0]
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:
-        """Return flat views of the buffer: [codes, scales] or [codes, scales, minimums]."""
+        """Return the parts of the buffer as flat tensors: [codes, scales] or [codes, scales, minimums]."""
         return [buffer[start : start + length].view(dtype) for start, length, dtype in self._places]
 
 
 @cache
 def covers_recompute(format: Format) -> bool:
-    """Return whether `recompute_kernel` can decode this format, which must have blocks of floats or integers."""
+    """Return whether `recompute_kernel` can decode this format: only floats and integers in blocks."""
     encoding = Encoding(format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
     return (
         format.block is not None
@@ -337,7 +337,7 @@ def covers_recompute(format: Format) -> bool:
 
 
 def recompute(packed: PackedTensor, steps: DecodeSteps, out: Tensor) -> Tensor:
-    """Apply `steps`, a norm and an activation function, to decoded values, and write the result to `out`."""
+    """Decode `packed`, apply `steps` (a norm, an activation function), and write the result into `out`, which is returned."""
     parts, numel = packed.parts, packed.shape.numel()
     assert parts.codes is not None and parts.scales is not None
     scale_at = parts.scales.data_ptr()

@@ -24,7 +24,7 @@ from paredown.codec.kernels.rows import bf16_as_integers
 
 @triton.jit
 def pack_mask_kernel(x_ptr, out_ptr, numel, low, high, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Store one bit for each value of a tile of x: 1 for values between `low` and `high`."""
+    """Store one bit for each of the TILE values of x that this program reads: 1 for values between `low` and `high`."""
     start = tl.program_id(0).to(tl.int64) * TILE
     at = tl.arange(0, TILE // 8)
     offsets = at[:, None] * 8 + tl.arange(0, 8)[None, :]

@@ -193,7 +193,7 @@ column_quantizer = lru_cache(maxsize=4096)(ColumnQuantizer)
 
 
 def transposed(codes: Tensor) -> Tensor:
-    """Return the transpose of a matrix of codes, with zeros up to a multiple of 16 columns."""
+    """Return the transpose of a matrix of codes, whose rows are padded with zeros to a multiple of 16 columns."""
     codes, (rows, cols) = codes.contiguous(), codes.shape
     out = torch.empty((cols, -(-rows // MULTIPLE) * MULTIPLE), dtype=codes.dtype, device=codes.device)
     transposer(rows, cols)(codes, out)

@@ -43,8 +43,8 @@ AS_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.ui
 def covers(encoding: Encoding, job: str) -> bool:
     """Return whether a kernel does this job ("encode", "decode" or "round_trip") for this encoding.
 
-    Plain torch is used for elements whose smallest normal value lies below float32's (e8m3fnuz, e4m3b130), for tables that users
-    define, and for scales other than SCALES.
+    Kernels do not support elements whose smallest normal value lies below float32's (e8m3fnuz, e4m3b130), tables that users
+    define, and scales other than SCALES.
     """
     element, block, scale = encoding.format.element, encoding.format.block, encoding.format.scale
     is_own_table = element.kind is ElementKind.TABLE and element.name not in TABLES
@@ -142,8 +142,7 @@ def round_many(owners: Tensor, table: Tensor, rounding: Rounding, step: Tensor, 
 def round_trips(numel: int, rounding: Rounding, step_in_memory: bool, wide: bool, keys_in_memory: bool = False) -> list[Launch]:
     """Return the launches of `round_trip_kernel` that round `numel` values.
 
-    `step_in_memory`, `keys_in_memory`: the kernel reads the step, and the keys, of the random bits from device memory. `wide`: element
-    indices may be past 2^32.
+    `step_in_memory`, `keys_in_memory`: step and keys of the random bits are in device memory. `wide`: an index may be past 2^32.
     """
     where = {"STEP_IN_MEMORY": step_in_memory, "KEYS_IN_MEMORY": keys_in_memory}
     constants = {"ROUNDING": ROUNDINGS[rounding].value, **where, "WIDE": wide}

@@ -141,9 +141,9 @@ def losses_and_gradient_(
 ) -> Tensor:
     """Return the losses (num_rows,) of `logits`, and overwrite `logits` by their gradient times `scale`.
 
-    If `scale` is None, logits stay unmodified. The values of a row of `logits` are contiguous. `numbers` are the ignored index, 1 - e
-    and e / V; `weights` are a weight for each class, and the sum of these. A tensor `scale` has one float32 value for each row.
-    `scales_of_logits`: SCALES.
+    If `scale` is None, logits stay unmodified. The values of a row of `logits` must be contiguous. `numbers` are the ignored index, 1 minus
+    the label smoothing, and that smoothing / number of classes; `weights`: a weight for each class, and their sum. A tensor `scale` has
+    one float32 value for each row. `scales_of_logits`: (a, b, c) for a transform of logits c tanh(b tanh(a x)), (a,) for a x.
     """
     num_rows, num_classes = logits.shape
     losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)

@@ -88,7 +88,7 @@ def _unit_len(layout: UpdateLayout) -> int:
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add `grad` to a packed sum of gradients in place, as `how` says, in compiled loops if they support the format."""
+    """Add `grad` to a packed sum of gradients in place, weighted and rounded as `how` says, by compiled loops if possible."""
     rows, cols = packed.format.rows_and_cols(packed.shape)
     unit_len = lcm(WHOLE_BYTES, packed.format.block or 1)
     fits = min(unit_len, cols) <= LONGEST_TILE and not packed.format.has_tensor_scale and grad.dtype in DTYPES
@@ -138,7 +138,7 @@ def _tiles(rows: int, cols: int, unit_len: int) -> tuple[int, int, int]:
 def _slot(slot: UpdateSlot, overflow: Overflow, rule: str, *, integers: int, multiplier: int) -> tuple[Any, Any]:
     """Return how loops read and write a tensor: its encoding as numbers, and a record of dtype `loops.SLOT`.
 
-    `integers` and `multiplier` are fields of the record. `_encoding` keeps the tables alive whose addresses are in it.
+    `integers`: how integer codes are rounded, CODES (by the codec) or WHOLE. `multiplier`: the factor of the tensor's random bits.
     """
     from paredown.optim.cpu import loops
 

@@ -77,7 +77,7 @@ def _covers_kind(kind: SlotKind, block: int) -> bool:
 
 @cache
 def covers_format(format: Format) -> bool:
-    """Return whether the update and fold kernels can read and write this format."""
+    """Return whether the kernels that update parameters and sum gradients can read and write this format."""
     element = format.element
     return (
         format.block is not None
@@ -262,7 +262,10 @@ def _addresses(slot: UpdateSlot | None) -> tuple[int, int]:
 
 
 def update_one(unit: UpdateUnit, how: UpdateLayout, hyper: Sequence[float], step: int, seed: int, gradient: Tensor | None) -> None:
-    """Update one parameter and its state in place; `gradient`, if not None, is used instead of the unit's gradient."""
+    """Update one parameter and its state in place; `gradient`, if not None, is used instead of the one in `unit`.
+
+    `how`: how the tensors are stored. `hyper`: the rule's hyperparameters. `step` counts from 1. `seed`: of stochastic rounding.
+    """
     w, g = unit.weight.parts, unit.gradient.parts
     pointers: list[Tensor | None] = [w.codes, w.scales, None if unit.residue is None else unit.residue.codes]
     for moment in unit.moments:
@@ -294,7 +297,7 @@ def _both(kernel: Any, tiles: UpdateTiles, cols: int, block: int, constants: dic
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add a contiguous gradient to a packed sum of gradients in place, as `how` says."""
+    """Add `grad`, which must be contiguous, to a packed sum of gradients in place, weighted and rounded as `how` says."""
     k0, k1 = map(signed, how.seed.keys())
     has_factor = how.factor is not None and not how.is_first
     arguments = (packed.codes, packed.scales, grad, how.factor if has_factor else packed.codes)
@@ -366,7 +369,7 @@ def totals_kernel(squares_ptr, ends_ptr, totals_ptr, CHUNK: tl.constexpr):
 
 @cache
 def covers_squares(format: Format, shape: torch.Size) -> bool:
-    """Return whether a tensor of this shape and format is one long row of blocks, whose squares a kernel can add up."""
+    """Return whether a kernel can sum the squares of such a tensor: its rows must end with a block, as in one long row."""
     rows, cols = format.rows_and_cols(shape)
     block = format.block or 0
     return (
@@ -381,7 +384,7 @@ def covers_squares(format: Format, shape: torch.Size) -> bool:
 
 
 def square_sums(tensors: Sequence[PackedTensor]) -> Tensor:
-    """Return the sum of squares of each tensor in float32; all tensors have the same format and device."""
+    """Return the sum of squares of each tensor in float32; all tensors must have the same format and device."""
     format, device = tensors[0].format, tensors[0].device
     counts = [-(-t.shape.numel() // SQUARES_TILE) for t in tensors]
     ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

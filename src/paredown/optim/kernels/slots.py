@@ -162,7 +162,7 @@ def load_weight(
 
 @triton.jit
 def largest_of(x):
-    """Return the largest magnitude of each block; NaN if the block has a NaN."""
+    """Return the largest magnitude of each block, a row of `x`; NaN if the block has a NaN."""
     return tl.reduce(tl.abs(x), 1, nan_max)
 
 

@@ -45,9 +45,9 @@ NO_HOOK = "this torch ({}) has no FSDPModule.set_custom_reduce_scatter: update t
 def reduce_in_8_bits(model: nn.Module, *, format: Format | str = DEFAULT, seed: int = 0) -> Reduction:
     """Make the processes that train `model` exchange gradients as codes of `format`, and return the reduction.
 
-    Gradients are summed in float32. All processes must call it, before the first step. The model must be under DistributedDataParallel or
-    fully_shard; with fully_shard over replicas of shards, the reduction over replicas stays in the gradients' dtype. `state_dict()`
-    of the result belongs in a checkpoint.
+    Gradients are summed in float32. All processes must call it, before the first step. `model` must be under DistributedDataParallel or
+    fully_shard; with fully_shard over replicas of shards, the reduction over replicas stays in the gradients' dtype. `state_dict()` of the
+    result belongs in a checkpoint.
     """
     reduction = Reduction(_checked(format), seed)
     if isinstance(model, DistributedDataParallel):
@@ -78,7 +78,7 @@ def _checked(format: Format | str) -> Format:
 
 
 class Reduction:
-    """The exchange of gradients between processes in a low-bit format, with its seed and its counts of reductions."""
+    """The exchange of gradients between processes in a low-bit format, with the seed and counts that select random bits."""
 
     def __init__(self, format: Format, seed: int) -> None:
         self.format, self.seed = format, seed
@@ -89,7 +89,7 @@ class Reduction:
         return {"seed": self.seed, "counts": {str(buffer): count for buffer, count in self.counts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the seed and the counts from `state_dict()`."""
+        """Restore the seed and the counts of reductions from the result of `state_dict()`."""
         self.seed, self.counts = int(state["seed"]), {int(buffer): int(count) for buffer, count in state["counts"].items()}
 
     def begin(self, buffer: int) -> int:
