@@ -272,7 +272,7 @@ def numbers_of(format: Format, rounding: Rounding, overflow: Overflow, rule: str
 
 
 def _scale_numbers(scale: Element | None) -> dict[str, float]:
-    """Return the numbers by which compiled loops round scales to 8-bit codes, by name; zeros if scales are not 8-bit codes.
+    """Return, by name, the numbers by which compiled loops round scales to 8-bit codes; zeros if scales are not stored so.
 
     code = (bits of the scale as a float64, rounded up) - offset; below the smallest normal value it is a number of fixed steps.
     """
@@ -352,7 +352,7 @@ def one_thread(x: Tensor) -> Generator[None]:
 
 
 def _pieces_of(encoding: Encoding, x: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield (row, column) slices that cover `x`, (rows, cols), in pieces of at most some thousand values, and whole blocks."""
+    """Yield (row, column) slices that cover `x`, (rows, cols), by pieces of some thousand values and of whole blocks."""
     return pieces(*x.shape, unit=lcm(encoding.format.block or 1, 8), size=PIECE if x.device.type == "cpu" else GPU_PIECE)
 
 

@@ -144,9 +144,9 @@ def decode_in_graph(parts: Sequence[Tensor], format: Format, numel: int, dtype: 
 
 
 def largest_in_graph(x: Tensor, parts: Sequence[Tensor], format: Format) -> Tensor:
-    """Return an upper bound on |x|, computed from the scales and minimums of encoded `x` in `parts`, without reading `x`.
+    """Return an upper bound on |x|, computed from the scales and minimums in `parts`, to which `x` was encoded.
 
-    Formats without blocks have no scales, so `x` is read, and the result is max |x|; it is NaN if `x` is not finite.
+    For a format without blocks, which has no scales, it is max |x|. The bound is NaN if `x` is not finite.
     """
     if format.block is None or format.scale is None:
         largest = x.abs().amax().float()

@@ -832,7 +832,7 @@ def pack_mask(x, dtype, low, high, out):
 
 @entry
 def select(bits, inside, outside, out):
-    """Write `inside` into `out` where the mask's bit is 1, else `outside`; both are arrays of one value, `inside` also of all."""
+    """Write `inside` into `out` where the mask's bit is 1, else `outside`, one value; `inside` is one value, or one per bit."""
     flags, step = np.empty(TILE, np.uint8), 0 if len(inside) == 1 else 1
     for begin in range(0, len(out), TILE):
         target = out[begin : begin + TILE]

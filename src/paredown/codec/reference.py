@@ -183,7 +183,7 @@ def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | N
 
 
 def rounded_magnitude(a: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> Tensor:
-    """Return the codes (int64) to which magnitudes `a` >= 0 round in a float or integer element, without its largest code.
+    """Return the codes (int64) to which magnitudes `a` >= 0 round in a float or integer element that had no largest value.
 
     So a code may be above the largest one. `bits`: random bits for stochastic rounding.
     """

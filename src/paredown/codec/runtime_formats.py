@@ -83,9 +83,9 @@ def round_trip_(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
 
 
 class RuntimeFormatTable:
-    """A table in device memory, each row of which has a format and a seed, to which kernels round a tensor when they run.
+    """A table in device memory, whose rows have a format and a seed each; a kernel that rounds a tensor reads one row.
 
-    A captured CUDA graph that reads it keeps its kernels when formats change. `capacity`: the number of rows.
+    So a captured CUDA graph goes on to work when formats change. `capacity`: the number of rows.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:

@@ -232,7 +232,7 @@ def rows_of_chunk(num_classes: int, dtype: torch.dtype, device: str) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """The arguments of one loss that get no gradient (target, options and settings), which all its functions read."""
+    """The arguments of one loss for which no gradient is computed: target, options and settings."""
 
     target: Tensor
     options: CrossEntropy
@@ -499,7 +499,7 @@ def accumulation_dtype(dtype: torch.dtype | None) -> torch.dtype:
 
 
 def scale_of_rows(problem: Problem, num_rows: int) -> float:
-    """Return the factor of gradients until backward divides by it: 1, or less if sums in float16 might overflow."""
+    """Return a factor that keeps gradients from overflowing in float16 until they are divided by it again; 1 elsewhere."""
     if problem.settings.dtype is not torch.float16 or num_rows <= FLOAT16_SUM:
         return 1.0
     return 2.0 ** -ceil(log2(num_rows / FLOAT16_SUM))

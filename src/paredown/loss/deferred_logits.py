@@ -87,7 +87,7 @@ class HeadUse:
 
 
 class LogitsFamily:
-    """What all deferred tensors made from one call of the output head share: the call, and its logits once computed."""
+    """What deferred logits (not computed yet) from one call of the output head share: that call, and its logits once computed."""
 
     def __init__(self, use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) -> None:
         self.use, self.linear = use, linear
@@ -127,7 +127,7 @@ class LogitsFamily:
 
 
 class DeferredLogits(Tensor):
-    """Logits that are not computed yet: a tensor subclass with the hidden states and the functions applied since."""
+    """Logits that are not computed yet: a tensor subclass that holds hidden states and the functions to apply after the head."""
 
     is_deferred = True
     family: LogitsFamily
@@ -177,7 +177,7 @@ class DeferredLogits(Tensor):
 
 
 def call_deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return func(*args, **kwargs) for a torch function with deferred logits as arguments, deferring the result if it can."""
+    """Return func(*args, **kwargs) for a torch function with deferred logits as arguments; the result may be deferred, too."""
     name = name_of(func)
     first: Any = args[0] if args else None
     is_attribute = getattr(func, "__name__", "") == "__get__"
@@ -225,7 +225,7 @@ def deferred_in(arguments: Any) -> list[DeferredLogits]:
 
 
 def current(arguments: Any) -> Any:
-    """Return `arguments` with real logits in place of deferred ones for which something has made them real."""
+    """Return `arguments`, in which deferred logits that something has made real are replaced by these real logits."""
     is_current = lambda leaf: isinstance(leaf, DeferredLogits) and leaf.family.is_real  # noqa: E731
     return tree_map(lambda leaf: leaf.logits() if is_current(leaf) else leaf, arguments)
 
@@ -296,7 +296,7 @@ def without_aliases(result: Any, arguments: Any) -> Any:
 
 
 def record(logits: DeferredLogits, call: RecordedCall) -> DeferredLogits | None:
-    """Return deferred logits for the result of `call` on `logits`; None if the call cannot wait and needs their values."""
+    """Return the result of `call` on deferred logits, itself deferred; None if the call needs the logits' values at once."""
     if logits.is_class_first or any(isinstance(leaf, Tensor) for leaf in tree_leaves((call.args, call.kwargs))):
         return None
     if call.name in SWAPS:
@@ -316,7 +316,7 @@ def record(logits: DeferredLogits, call: RecordedCall) -> DeferredLogits | None:
 
 
 def sum_of(terms: Sequence[Any]) -> DeferredLogits | None:
-    """Return deferred logits for the sum of those of a head and of its LoRA adapter; None for terms of any other kind."""
+    """Return the sum of the deferred logits of a head and of its LoRA adapter, itself deferred; None for other `terms`."""
     logits, other = terms[0], terms[-1]
     if len(terms) != 2 or not isinstance(other, DeferredLogits) or other.form.size != logits.form.size or other.family.is_real:
         return None
@@ -418,7 +418,7 @@ def _signature() -> inspect.Signature:
 
 
 def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return F.cross_entropy(*args, **kwargs) of deferred logits, computed in chunks; None if the call needs all logits."""
+    """Return F.cross_entropy(*args, **kwargs) for deferred logits, computed in chunks; None if the call needs all logits."""
     bound = _signature().bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments

@@ -325,7 +325,7 @@ def is_class_first(value: Tensor, before: Tensor) -> bool:
 
 
 def cross_entropy_arguments(node: fx.Node, logits: Followed) -> dict[str, Any] | None:
-    """Return the arguments of a node that calls F.cross_entropy by name; None if that call needs all logits."""
+    """Return, by name, the arguments with which a node calls F.cross_entropy; None if that call needs all logits."""
     bound = inspect.signature(functional.cross_entropy).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -343,7 +343,7 @@ def cross_entropy_arguments(node: fx.Node, logits: Followed) -> dict[str, Any] |
 
 
 def as_function(node: fx.Node, logits: fx.Node) -> Callable[[Any], Any]:
-    """Return a node's call as a function of `logits`, one of the node's inputs; its other arguments stay."""
+    """Return the call of `node` as a function of one of its inputs, `logits`, with all other arguments fixed."""
     function = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
     args, kwargs = node.args, dict(node.kwargs)
     return lambda value: function(*(value if arg is logits else arg for arg in args), **kwargs)

@@ -71,7 +71,7 @@ class OperatorSettings:
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """The dtype of matrix products, which `dtype` names."""
+        """The dtype of matrix products, as a torch.dtype."""
         return getattr(torch, self.dtype)
 
     def problem(self, target: Tensor, class_weights: Tensor | None, num_classes: int) -> Problem:

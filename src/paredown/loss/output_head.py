@@ -152,9 +152,9 @@ class OutputHead:
         return rewrite_head(gm, inputs, module, self.use)
 
     def reason_missing(self, shape: Sequence[int], nbytes: int) -> str:
-        """Return a sentence which says that logits of this shape come from no output head that was found; "" otherwise.
+        """Return a sentence which says that no output head was found, though logits of this shape need one; "" otherwise.
 
-        It is also "" if the logits have too few classes for chunks to pay off. `nbytes`: the bytes of the logits.
+        Logits with few classes need none: chunks would not pay off. `nbytes`: the bytes of the logits.
         """
         classes = shape[:2][-1] if shape else 0  # a cross entropy takes (rows, classes, ...) or (classes,)
         if not self._is_on or self.is_found or classes < MIN_CLASSES:
@@ -162,7 +162,7 @@ class OutputHead:
         return NO_HEAD.format(f"{math.prod(shape) // classes:,}", classes, say_bytes(nbytes))
 
     def rows(self, losses: Mapping[str, tuple[Sequence[int], int]] | None = None) -> Iterator[tuple[str, str, str, str]]:
-        """Yield a row (path, asked, given, reason) for `session.changes` if logits were not deferred, or if all were computed.
+        """Yield a row (path, asked, given, reason) for `session.changes` for each reason why logits were not deferred.
 
         `losses`: shapes and bytes of the tensors that cross entropies inside of the model saved, by name.
         """

@@ -270,11 +270,11 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     @property
     def has_started(self) -> bool:
-        """Whether there is state, or a sum of gradients, so that the formats must stay: other ones would need a conversion."""
+        """Whether there are moments or sums of gradients, so that a change of their formats would need a conversion."""
         return bool(self.updates or self._num_accumulated or any(entry.step for entry in self._entries) or any(self.state.values()))
 
     def check_request(self, parameter: Tensor, request: RequestedFormats) -> None:
-        """Raise OptimError if a parameter, its gradient and its state cannot be stored in the formats that a plan requests."""
+        """Raise OptimError if `parameter`, its gradient and its moments cannot be stored in the formats that a plan requests."""
         entry = self._by_id[id(parameter)]
         choices = choose(parameter, self.param_groups[entry.group], request, entry.name)
         packed_format = None if choices.is_small else request.choices[Role.WEIGHT][0]  # the format that the session will pack it in
@@ -431,7 +431,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
     # --- inspection -------------------------------------------------------------------------------------------------------
 
     def diagnostics(self, *, reset: bool = False) -> Diagnostics:
-        """Return how many updates of each packed parameter were lost in rounding, since the start or the last reset."""
+        """Return, for each packed parameter, how many updates rounding has lost since the start, or since the last reset."""
         return self._counts.diagnostics(self._entries, reset=reset)
 
     @property

@@ -86,7 +86,7 @@ def update_one(rule: Rule, unit: UpdateUnit, hyper: Hyper, step: int, seed: int,
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add `grad` to a packed sum of gradients in place, weighted and rounded as `how` says, by a Triton kernel if possible."""
+    """Add `grad` to a packed sum of gradients in place, weighted and rounded as `how` says, on a GPU by a Triton kernel."""
     kernels = _find_kernels() if packed.codes.is_cuda else None
     if kernels is None or not kernels.covers_format(packed.format):
         updater.fold(packed, grad, how)
@@ -95,7 +95,7 @@ def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
 
 
 def square_sums(tensors: Sequence[PackedTensor]) -> Tensor | None:
-    """Return the sum of squares of each packed tensor; None if not all of them can be read by kernels, which compute it."""
+    """Return the sum of squares of each packed tensor, computed by kernels; None if kernels do not support all of them."""
     kernels = _find_kernels() if tensors[0].codes.is_cuda else None
     if kernels is None or not all(kernels.covers_squares(t.format, t.shape) for t in tensors):
         return None

@@ -87,7 +87,7 @@ class UpdateCounters:
         del self._places[count:]
 
     def after(self, updates: int, entries: Sequence[ParameterState]) -> None:
-        """Do what follows an update: collect the counters after every 64th, and check them for warnings after every 512th."""
+        """Do what is due after an update: sum the counters after every 64th, and check them for warnings after every 512th."""
         if updates % DRAIN_EVERY == 0:
             self.drain()
         if self._copy is not None and (self._copy[1] is None or self._copy[1].query()):

@@ -198,9 +198,9 @@ def clear_factors(gradients: Iterable[PackedGradient]) -> None:
 
 
 class Releaser(_Hook):
-    """A hook that updates its parameter with each gradient inside backward, so that no gradient is stored.
+    """A hook that updates its parameter with each gradient inside backward, so that no gradient is stored in p.grad.
 
-    `update` does it; `is_updated` returns whether it has done so since the optimizer's last step(). p.grad then has no values.
+    `update` updates the parameter; `is_updated` returns whether it has done so since the optimizer's last step().
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class ReleasedGradient(Tensor):
         return released if func is not aten.detach.default else released._alias()
 
     def _add(self, grad: Tensor) -> None:
-        """Update the parameter with `grad`, which autograd would add to p.grad; raise OptimError if p.grad is not zeroed."""
+        """Update the parameter with `grad`, which autograd adds to p.grad; raise OptimError if p.grad was not zeroed before."""
         releaser = self._releaser()
         if releaser is None or torch._C._current_graph_task_id() == -1:
             raise OptimError(GONE.format(op="add_"))

@@ -35,7 +35,7 @@ View = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]  # function, its 
 
 
 class PackedGradient(Tensor):
-    """The p.grad of a parameter whose gradients are summed in a low-bit format: `packed` times the number `factor`.
+    """The p.grad of a parameter whose gradients are summed in a low-bit format: `packed`, decoded, times the number `factor`.
 
     `packed` is in the order of the parameter's indices. The n-th gradient that is added is rounded with the bits of `seed` at step n.
     """
@@ -128,7 +128,7 @@ class PackedGradient(Tensor):
         return self.over(lease, dtype)
 
     def lent(self, other: object) -> bool:
-        """Return whether `other` shows this gradient's codes, all of them; then also encode a bound that `clamp_min` has set."""
+        """Return whether `other` shows all of this gradient's codes; if so, encode a bound that `clamp_min` has set for them."""
         if not isinstance(other, PackedGradient) or other._lease.total is not self._lease.total or other._views:
             return False
         self.total.settle()
@@ -247,7 +247,7 @@ def _in_backward() -> bool:
 
 
 def _number(x: Any, dims: int) -> Any:
-    """Return `x` if it is a number, as a 0-d tensor if it has one value and at most `dims` dimensions, and otherwise None."""
+    """Return `x` if it is a number, or as a 0-d tensor if it has one value and at most `dims` dimensions; otherwise None."""
     if isinstance(x, Tensor):
         return x.reshape(()) if x.numel() == 1 and x.dim() <= dims and not isinstance(x, PackedGradient) else None
     return x
@@ -266,9 +266,9 @@ def _add(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _add_in_graph(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the sum of two gradients under create_graph=True, where autograd adds out of place, as an ordinary tensor.
+    """Return the sum of two gradients, as an ordinary tensor, which autograd computes under create_graph=True.
 
-    The packed one was multiplied by `weight` when it was added; that is undone, since the optimizer multiplies ordinary gradients later.
+    The packed one is divided by `weight`, the factor that it got when it was added: ordinary gradients get it later.
     """
     gradient, other = args[0], args[1]
     if not (is_whole(gradient) and _in_backward()) or gradient.total.weight == 1.0 or isinstance(other, PackedGradient):

@@ -99,7 +99,7 @@ class Muon(Optimizer):
             raise
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return a group without a "rule" as up to two groups: one for Muon, of matrices, and one for AdamW, of the rest."""
+        """Return a group without a "rule" as one or two groups: its matrices for Muon, and its other parameters for AdamW."""
         rule = group.get("rule")
         if rule is not None and rule not in MUON_RULES:
             raise OptimError(f"rule {rule!r} of a group is unknown. Allowed: {', '.join(MUON_RULES)}, or none, to choose by shape.")

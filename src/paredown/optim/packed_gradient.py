@@ -79,7 +79,7 @@ class GradientSum:
         self._reset_factor()
 
     def store(self, values: Tensor) -> None:
-        """Replace the sum of gradients by `values`."""
+        """Replace the sum of gradients by `values`, rounded to its format."""
         self.fold(values, weight=1.0, is_first=True)
 
     def zero(self) -> None:
@@ -186,9 +186,9 @@ def _as_plain(grad: Tensor, packed: PackedTensor) -> Tensor:
 
 @dataclass(eq=False)
 class Lease:
-    """A reference from tensors such as p.grad to the sum of gradients that they show, which is redirected to a copy of it.
+    """What p.grad and other tensors hold to refer to the sum of gradients whose values they show.
 
-    That happens before the optimizer overwrites the sum, so that the tensors keep their values.
+    Before the optimizer overwrites that sum, a lease that is still in use is given a copy, so that the tensors keep their values.
     """
 
     total: GradientSum

@@ -153,7 +153,7 @@ class PackedParameter(Tensor):
 
 
 class Decoded(torch.autograd.Function):
-    """The autograd function that decodes a packed parameter, whose gradient is that of the decoded values."""
+    """The autograd function that decodes a packed parameter; the gradient of the values is that of the parameter."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor) -> Tensor:
@@ -302,7 +302,7 @@ def _computed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class DecodedValues:
-    """The decoded values that stand for packed parameters in one call of a torch function, encoded again if it writes them."""
+    """The decoded values of the packed parameters that one call of a torch function gets; written ones are encoded again."""
 
     def __init__(self, tracks_gradients: bool, writes: bool = False) -> None:
         """Prepare the call of one torch function.
@@ -432,7 +432,7 @@ def _value(packed: Tensor) -> Tensor:
 
 
 def view_of(packed: Tensor) -> PackedParameter:
-    """Return a new view of all of a packed parameter, or of what its view `packed` shows."""
+    """Return a new view of `packed`, a packed parameter or a view of one, with the same size and strides."""
     with torch._C.DisableTorchFunctionSubclass():
         view = PackedParameter(_weight(packed), packed)
     vars(view).update({HELD: vars(packed).get(HELD), IS_PARAMETER: False if _is_view(packed) else None})

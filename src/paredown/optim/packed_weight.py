@@ -79,7 +79,7 @@ class Weight:
         on_use: weakref.WeakMethod[OnUse] | None = None,
         hook_of_checkpoint: Callable[[], PackHook | None] | None = None,
     ) -> None:
-        """Store `parameter` in the codes `packed`; `packed_class` is its class while it has no memory.
+        """Store `parameter` in the codes `packed`; `packed_class` is the parameter's class while it has no memory.
 
         A session passes two functions. `on_use` is called after functions outside of modules, with the result, the sequence number of the
         first new autograd node, and the decoded values. `hook_of_checkpoint` returns the pack hook of the checkpoint that currently runs.
@@ -228,13 +228,13 @@ class Weight:
         self.written = values
 
     def encode(self) -> None:
-        """Encode the values that `write` has stored unencoded, if there are any."""
+        """Encode the values that `write` has kept, if there are any."""
         values = self.written
         if values is not None:
             self.store(values)
 
     def store(self, values: Tensor) -> None:
-        """Encode `values`, rounded to nearest, as the new ones; the parameter takes over their dtype, device and shape."""
+        """Replace the values by `values`, rounded to nearest; the parameter takes over their dtype, device and shape."""
         self.written = None
         if not _can_be_packed(values):
             self.release(values)
@@ -245,7 +245,7 @@ class Weight:
         self.changed()
 
     def _store(self, values: Tensor) -> bool:
-        """Encode `values` as the new ones; return whether the parameter's size, strides, dtype or device thereby change."""
+        """Replace the values by `values`, encoded; return whether the parameter's size, strides, dtype or device change with it."""
         values = values.detach()
         with torch.no_grad(), outside_inference_mode():
             values = values if values.dtype in DTYPES else values.to(self.dtype)
@@ -271,7 +271,7 @@ class Weight:
         return self.written if self.written is not None or parameter is None or not self.address else parameter.detach()
 
     def update_errors(self, values: Tensor) -> tuple[float, float]:
-        """Return |change| / |values| and |error| / |change| for the change of the parameter to `values`, error: of rounding.
+        """Return two errors of replacing the values by `values`: |change| / |values|, and |rounding error| / |change|.
 
         Both are measured on the first rows; the result is (1, 0) if shape, dtype or device differ from the parameter's.
         """

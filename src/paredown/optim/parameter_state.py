@@ -79,7 +79,7 @@ def withdraw_requests(model: nn.Module) -> None:
 
 
 def set_owner(parameter: Tensor, owner: Any) -> None:
-    """Record that the optimizer `owner` updates a parameter, and make the optimizer that did so before remove its hooks."""
+    """Record that the optimizer `owner` updates a parameter; the optimizer that did so before removes its hooks from it."""
     before = owner_of(parameter)
     if before is not None and before is not owner:
         before.let_go(parameter)
@@ -315,7 +315,7 @@ def restart(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None:
 
 
 def fill_state(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None:
-    """Add to `state` what an update by `rule` needs and it lacks: moments of zeros, a residue, the codes of the weight."""
+    """Add to `state` what is missing for an update by `rule`: moments of zeros, a residue, the codes of the weight."""
     plain = local(entry.parameter)
     for role, name in zip(rule.roles, rule.names, strict=True):
         format = entry.choices.format(role)
@@ -375,7 +375,7 @@ def unit_of(entry: ParameterState, rule: Rule, state: dict[str, Any], gradient: 
 
 
 def plain_slot(tensor: Tensor, rounding: Rounding) -> UpdateSlot:
-    """Return an `UpdateSlot`, through which an update reads and writes a tensor, for an unpacked one viewed as (rows, cols)."""
+    """Return an `UpdateSlot` for an unpacked tensor, through which an update reads and writes it as (rows, cols)."""
     return UpdateSlot(None, rounding, PackedParts(tensor.detach().view(Format.rows_and_cols(tensor.shape))))
 
 
@@ -387,7 +387,7 @@ def _moment_slot(entry: ParameterState, role: Role, name: str, state: dict[str, 
 
 
 def weight_slot(entry: ParameterState) -> UpdateSlot:
-    """Return the `UpdateSlot`, through which an update writes a weight: the codes of a packed one, or the parameter itself.
+    """Return the `UpdateSlot` through which an update writes a weight: its codes if it is packed, else the parameter itself.
 
     If the parameter is not contiguous, the update writes to a contiguous copy of it, its shadow.
     """

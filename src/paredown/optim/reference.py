@@ -129,7 +129,7 @@ class UpdateLayout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class UpdateUnit:
-    """All tensors that an update of one parameter reads and writes, and its sizes and numbers that do not change."""
+    """The tensors that an update of one parameter reads and writes, with sizes, ids and counters for all of its steps."""
 
     weight: UpdateSlot
     residue: UpdateSlot | None  # unpacked int8 beside an unpacked bf16 weight
@@ -386,10 +386,10 @@ def is_whole(slot: UpdateSlot) -> bool:
 
 
 def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor | None) -> PackedParts:
-    """Return integer codes of x with the given `scales`, or with new ones that cover x.
+    """Return `x` in integer codes, with the given `scales`, or with new ones so large that no value overflows.
 
-    Stochastic: floor(x * inverse + u), with u = the top 23 of the random `bits` (int32) / 2^23 and the inverse of the scale reduced by
-    2^-22 if it is rounded, so that no code exceeds the largest. To nearest: x * inverse, ties to even.
+    With random `bits` (int32), codes are floor(x / scale + u), u = the top 23 bits / 2^23, where 1 / scale is reduced by 2^-22 if it is
+    rounded, so that no code exceeds the largest. Otherwise codes are x / scale to nearest, ties to even.
     """
     assert format.block and format.scale
     if scales is None:
@@ -412,7 +412,7 @@ def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor |
 
 
 def is_sticky(format: Format | None) -> bool:
-    """Return whether a weight in `format` keeps its blocks' scales from step to step while they fit: if scales are e8m0."""
+    """Return whether a weight in `format` keeps a block's scale from step to step while it fits, as with e8m0 scales."""
     return format is not None and format.scale is not None and format.scale.name == "e8m0" and format.minimum is None
 
 

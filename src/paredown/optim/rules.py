@@ -50,7 +50,7 @@ Update = Callable[[Tensor, Tensor, Moments, Numbers], tuple[Tensor, Moments]]
 
 @dataclass(frozen=True)
 class Rule:
-    """An optimizer's update rule: a function, the roles and torch.optim names of its moments, its hyperparameters' names."""
+    """An optimizer's update rule: its function, and the names of its hyperparameters and of its moments, with their roles."""
 
     name: str
     update: Update

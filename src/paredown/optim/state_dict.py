@@ -47,7 +47,7 @@ BNB_NAMES = ("state1", "state2")
 
 
 def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return an optimizer's state with moments as they are stored; `base` is torch.optim.Optimizer's `state_dict`."""
+    """Return an optimizer's state, packed as it is stored; `base` is the `state_dict` of torch.optim.Optimizer."""
     for entry in optimizer.entries:
         if entry.weight is not None:
             entry.weight.gather()
@@ -193,7 +193,7 @@ def _restore_groups(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
 
 
 def _new_state(optimizer: Optimizer, entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `source`, a parameter's loaded state, converted to this optimizer's formats; raise OptimError if it cannot be."""
+    """Return `source`, a parameter's loaded state, in this optimizer's formats; raise OptimError if it has another shape."""
     source = {name: _local_rows(value, entry) for name, value in {**source, **source.get(BNB_NEST, {})}.items() if name != BNB_NEST}
     if not source:
         return {}
@@ -240,7 +240,7 @@ def _torchs_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str,
 
 
 def _packed_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `source`, the loaded state, has of the codes of a packed weight, and of its sum of gradients."""
+    """Return the codes of a packed weight and of a sum of gradients from `source`, the loaded state, if it has them."""
     new: dict[str, Any] = {}
     for prefix, current in (("weight", entry.weight), ("gradient", entry.gradient)):
         if f"{prefix}.codes" not in source:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class StepBatch:
-    """Parameters that have one update rule, and all packed or all unpacked gradients, with the `Batch` that updates them."""
+    """Parameters with one update rule, whose gradients are all packed or all unpacked, and the `Batch` that updates them."""
 
     def __init__(self, optimizer: Optimizer, rule: Rule, pairs: list[tuple[ParameterState, Any]], *, is_plain: bool) -> None:
         self.entries = [entry for entry, _ in pairs]

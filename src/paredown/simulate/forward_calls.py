@@ -112,7 +112,7 @@ class OperationListener(ABC):
 
 
 def mark(tensor: Tensor, listener: OperationListener, value: Any) -> None:
-    """Attach an object to a tensor, which `mark_of` returns to the same `listener` later; views and copies inherit it."""
+    """Attach an object to a tensor, which `mark_of` later returns to the same `listener`."""
     setattr(tensor, MARK, (listener, value))
 
 
@@ -322,7 +322,7 @@ class ForwardCalls(TorchFunctionMode):
         return out
 
     def _moved(self, out: Any, op: str, tensors: list[Tensor]) -> Any:
-        """Return `out`, in which tensors are views or copies of one of `tensors`, with the object attached to that one."""
+        """Return `out`, a view or copy of one of `tensors`, or several, after attaching to it the object of that tensor."""
         source = next((t for t in tensors if mark_of(t, self._listener) is not None), None)
         return out if source is None else replace_tensors(out, lambda tensor: self._part(tensor, source, op), Tensor)
 
@@ -349,7 +349,7 @@ def _split_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Callable[[], Tensor] | None:
-    """Return a function that computes this cross entropy as log_softmax and nll_loss; None if one target is not one class."""
+    """Return a function that computes cross entropy as log_softmax and nll_loss; None for class probabilities or smoothing."""
     if target.is_floating_point() or label_smoothing > 0:
         return None
     name = ("none", "mean", "sum")[int(reduction)]

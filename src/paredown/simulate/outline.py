@@ -34,7 +34,7 @@ PART = "part"
 
 @dataclass(frozen=True)
 class OutlineValue:
-    """An input of the model or an output of an operation, with its sizes; `sources` index the values it is computed from."""
+    """An input of the model or a result of an operation; `sources` are the indices of the values that it is computed from."""
 
     name: str
     op: str
@@ -72,7 +72,7 @@ class Outline:
         return users
 
     def slots(self) -> list[tuple[tuple[str, ...], Role]]:
-        """Return (names, role) of every tensor of the step to which a plan may give a format, so that `Plan.check` finds others."""
+        """Return (names, role) of every tensor of the step to which a plan can give a format, for the check of a plan's rules."""
         pairs = [(value.names, role) for value in self.values for role in (Role.ACTIVATION, Role.ERROR)]
         roles = (Role.WEIGHT, Role.FROZEN, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2, Role.MASTER)
         return [*pairs, *(((name,), role) for name in self.weights for role in roles)]
@@ -84,7 +84,7 @@ class Outline:
 
 
 def outline(model: nn.Module, batch: Any, *, loss: Callable[..., Tensor] | None = None) -> Outline:
-    """Return the outline, a list of all values, of one step of `model` on `batch`, which runs on fake tensors.
+    """Return a list of all values (inputs, results of operations) of one step of `model` on `batch`, found on fake tensors.
 
     `batch` has the model's arguments, and as the last one the target if `loss` is given.
     """

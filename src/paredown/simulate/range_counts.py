@@ -79,7 +79,7 @@ class RangeCounter:
         self._warned: set[Role] = set()
 
     def begin(self, *, is_captured: bool) -> None:
-        """Begin a forward pass, and decide whether it is counted: the first ones and every 16th are, but no captured one."""
+        """Begin a forward pass, and decide whether to count in it: in the first ones and every 16th, except in captured graphs."""
         self.num_passes += 1
         self.is_on = not is_captured and (self.num_passes <= ALWAYS or self.num_passes % EVERY == 0)
         self.num_counted += self.is_on
@@ -108,7 +108,7 @@ class RangeCounter:
         return RangeCounts(sorted(rows, key=lambda row: row.kept))
 
     def new_warnings(self, slots: Iterable[tuple[int, str, Role]]) -> list[str]:
-        """Return a sentence for each role of gradients whose rounding lost more than half of their magnitude, only once."""
+        """Return warnings, one per role at most, about gradients whose rounding lost more than half of their magnitude."""
         if not self.has_new or self.num_counted < MIN_PASSES or len(self._warned) == len(GRADIENTS):
             return []
         self.has_new = False

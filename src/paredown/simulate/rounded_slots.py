@@ -241,7 +241,7 @@ class RoundedSlots:
         return self._round(x, x, slot, counts_overflow=counts_overflow)
 
     def rounded(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
-        """Return a copy of `x` rounded to the format of `slot`; `counts_overflow` as in `round_`."""
+        """Return a copy of `x` rounded to the format of `slot`; `counts_overflow`: record the share of values that overflow."""
         x = x.detach()
         if self._table is not None and x.device == self.device and slot.is_live:
             return self._round(x, torch.empty_like(x), slot, counts_overflow=counts_overflow)

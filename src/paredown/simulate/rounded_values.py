@@ -196,13 +196,13 @@ class RoundedValues(OperationListener):
         return [*(source.value.activation for source in operation.sources), *weights, *[None] * operation.num_unknown]
 
     def _are_narrow(self, slots: list[RoundedSlot | None]) -> bool:
-        """Return whether products of tensors in these formats may run in TF32, which `all_live` forbids."""
+        """Return whether a product of tensors in these formats may run in TF32; never with `Simulate(all_live=True)`."""
         return not self.how.all_live and are_narrow(slots)
 
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def _hook_errors(self, operation: ForwardOperation, out: Tensor, value: TrackedValue) -> None:
-        """Register hooks that round gradients in backward: those of each input of the operation, or that of its output.
+        """Register hooks that round gradients of an operation in backward: those of its inputs, or that of its output.
 
         `Simulate.sums` decides which.
         """

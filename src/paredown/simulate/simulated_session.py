@@ -184,7 +184,7 @@ class SimulatedSession:
         self._slots.restore(state["promotions"])
 
     def close(self) -> None:
-        """Remove the session from the model; a backward pass whose forward ran before still rounds."""
+        """Remove the session from the model; a later backward pass through an earlier forward pass still rounds."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -228,9 +228,10 @@ class FlatEncoder:
     def encode_at(
         self, x: Tensor, step: Tensor, at: tuple[int, int, int], parts: Callable[[], Sequence[Tensor]], bits: Tensor | None = None
     ) -> None:
-        """Write codes, scales and minimums of `x` to the addresses `at`; call `parts` only if these tensors are needed.
+        """Write the codes, scales and minimums of `x` to the addresses `at`.
 
-        `bits`: a tensor to fill with one bit per value, 1 for values above 0; None for no such mask.
+        `parts` returns the tensors at these addresses, and is called only if they are needed. `bits`: a tensor to fill with one bit per
+        value, 1 for values above 0; None for no such mask.
         """
         source = x.data_ptr()
         direct, bits_at = (self._direct, source) if bits is None else (self._encoder_of_bits(), bits.data_ptr())
@@ -352,7 +353,7 @@ def recompute(packed: PackedTensor, steps: DecodeSteps, out: Tensor) -> Tensor:
 
 
 def _run_recompute(direct: Direct, addresses: tuple[int, int, int], steps: DecodeSteps, out: Tensor) -> bool:
-    """Launch the kernels of `recompute` if they are compiled, and return whether they were launched; if not, call Triton.
+    """Launch the kernels of `recompute` and return True if they are compiled; otherwise return False: Triton must do it.
 
     `addresses`: of codes, scales and minimums in device memory.
     """

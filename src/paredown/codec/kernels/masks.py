@@ -93,10 +93,7 @@ def _launch(name: str, values: tuple[float, ...], numel: int, source: Tensor, ou
 
 
 def _as_numbers(x: Tensor, *, stores: bool = False) -> Tensor:
-    """Return `x` in a dtype that the mask kernels handle: bool as uint8, and bf16 as int16 unless the kernel writes values.
-
-    `stores`: the kernel writes values.
-    """
+    """Return `x` in a dtype that mask kernels handle: bool as uint8, and bf16 as int16 unless the kernel `stores` values."""
     if x.dtype is torch.bool:
         return x.view(torch.uint8)
     return x if stores else bf16_as_integers(x)

@@ -102,7 +102,7 @@ def power_of_two(x, EXPONENT: tl.constexpr):
 
 @triton.jit
 def top_bits(random, COUNT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the number to add before the COUNT lowest bits are dropped: random, one half, or 0, as ROUNDING says."""
+    """Return what to add to a number before its COUNT lowest bits are dropped: random bits, one half, or 0, as ROUNDING says."""
     if ROUNDING == STOCHASTIC:
         if COUNT == 0:
             return tl.zeros_like(random).to(tl.int32)
@@ -260,8 +260,8 @@ def nearest_by_adding(bits, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.conste
 def encode_table(y, random, table_ptr, lowest, highest, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
     """Return the codes of `y` in an element that is a table of values, and a mask of values past the table's ends.
 
-    `table_ptr`: 2^WIDTH thresholds, from each of which on the code is one higher, then the values of all codes. `lowest` and `highest` are
-    the ends of the range of numbers that round to a value of the table.
+    `table_ptr`: 2^WIDTH thresholds, then the values of all codes; a code is the number of thresholds that a value reaches. Numbers from
+    `lowest` to `highest` round to a value of the table.
     """
     WIDTH: tl.constexpr = ELEMENT[1]
     MAX_CODE: tl.constexpr = ELEMENT[5]

@@ -281,7 +281,7 @@ def bf16_as_integers(x: Tensor) -> Tensor:
 
 
 def shared_of(parts: PackedParts, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scales and minimums as integers, and the tensor scale, for kernels; `like` takes the place of missing ones."""
+    """Return scales and minimums as integers, and the tensor scale, as kernels read them; `like` stands in for missing ones."""
     scales, minimums = (like if t is None else t.view(AS_INTEGERS[t.dtype]) for t in (parts.scales, parts.minimums))
     return scales, minimums, like if parts.tensor_scale is None else parts.tensor_scale
 

@@ -21,7 +21,7 @@ from paredown.formats.rounding import Overflow
 
 
 def float_bits(x: float) -> int:
-    """Return the bits of `x` as a float32, in the form of an int32."""
+    """Return the bits of `x` as a float32, as a signed integer of 32 bits."""
     return struct.unpack("i", struct.pack("f", x))[0]
 
 

@@ -43,7 +43,7 @@ def transformed(x, SCALES: tl.constexpr, NUM_TANH: tl.constexpr):
 
 @triton.jit
 def update_sum(peak, total, z):
-    """Return the maximum and the sum of exp(value - maximum) of all values so far, after adding `z` to `peak` and `total`."""
+    """Return `peak` and `total` after adding the values `z`: the maximum so far, and the sum of exp(value - maximum)."""
     new = tl.maximum(peak, z)
     return new, total * tl.exp(peak - new) + tl.exp(z - new)
 

@@ -54,7 +54,7 @@ class EntrySlot(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The sizes that the loops need: rows, columns, values per tile and per block, the first value's index; and `is_random`.
+    """The sizes of an update (rows, columns, values in a tile and in a block), its first value's index, and `is_random`.
 
     A tile is the values that are decoded at once. `is_random`: whether any tensor is rounded stochastically.
     """
@@ -184,7 +184,7 @@ def take_roots(x, roots, y):
 
 @inner
 def invert_roots(y, roots):
-    """Replace each stored value in `y` by the second moment whose square root (`roots` = 1) or fourth root (2) it is."""
+    """Replace each stored square root (`roots` = 1) or fourth root (2) of a second moment in `y` by that second moment."""
     if roots == 2:
         bits = y.view(np.int32)
         for i in range(len(y)):
@@ -347,7 +347,7 @@ def sticky_scales(top, n, scale_values, old, scales):
 def encode_blocks(slot, y, begin, first, blocks, old, scales, made, bits, codes):
     """Encode `y`, the new values of a tile in a format with blocks, into the buffers `scales` and `codes`.
 
-    `first` is the row's first block in the tile, `blocks` their number; `old` are a weight's scales before, `made` other buffers.
+    `first` is the tile's first block in its row, `blocks` their number; `old` are a weight's scales before, `made` other buffers.
     """
     n, count = slot.numbers, len(y)
     top, low, high = made.ends[0, :blocks], made.ends[1, :blocks], made.ends[2, :blocks]
@@ -529,7 +529,7 @@ def _entries(codec_version: int) -> tuple[Any, Any]:
     """
 
     def update(numbers, records, residue, shape, k0, k1, rule, h, counters):
-        """Update one parameter and its state in place, tile by tile: read, apply the rule, encode, store, and count.
+        """Update one parameter and its state in place, tile by tile: read, apply the rule, encode, store, and count changes.
 
         `numbers` and `records` describe weight, two moments and gradient; `residue` may be empty; k0 and k1 are keys of the random bits.
         """

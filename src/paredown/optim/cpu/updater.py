@@ -37,8 +37,8 @@ WEIGHT, GRADIENT = 0, 3  # indices of a parameter's tensors; between them are th
 def covers(layout: UpdateLayout, cols: int) -> bool:
     """Return whether `loops.py` can update parameters of this layout (rule and formats) with `cols` columns.
 
-    The loops do not cover rules of whole matrices, formats with one scale for the whole tensor, or blocks that are longer than a tile (the
-    values that a loop decodes at once).
+    The loops do not cover Muon's rule, formats with one scale for the whole tensor, or blocks that are longer than a tile (the values that a
+    loop decodes at once).
     """
     has_tensor_scale = any(format.has_tensor_scale for format in _formats(layout))
     return layout.rule in COMPILED_RULES and not has_tensor_scale and min(_unit_len(layout), cols) <= LONGEST_TILE
@@ -83,7 +83,7 @@ def _formats(layout: UpdateLayout) -> list[Format]:
 
 
 def _unit_len(layout: UpdateLayout) -> int:
-    """Return the smallest number of values that end with a block and a byte in every tensor of the update."""
+    """Return the smallest number of values after which, in every tensor of the update, both a block and a byte end."""
     return lcm(WHOLE_BYTES, layout.block, *(format.block for format in _formats(layout) if format.block))
 
 
@@ -128,7 +128,7 @@ def _memory(unit: UpdateUnit, layout: UpdateLayout) -> Any:
 def _tiles(rows: int, cols: int, unit_len: int) -> tuple[int, int, int]:
     """Return (rows, columns, values per tile) by which loops read a (rows, cols) tensor, as one long row if possible.
 
-    `unit_len`: a number of values that end with a block and a byte, of which tiles are multiples.
+    `unit_len`: a number of values after which a block and a byte end; tiles have a multiple of it.
     """
     if cols % unit_len == 0:
         rows, cols = 1, rows * cols
@@ -151,15 +151,15 @@ def _slot(slot: UpdateSlot, overflow: Overflow, rule: str, *, integers: int, mul
 
 @cache
 def _encoding(format: Format, rounding: Rounding, overflow: Overflow, rule: str) -> tuple[Any, Any, list[int]]:
-    """Return an encoding as loops read it: its numbers, tables of the values of codes, and the tables' addresses and sizes."""
+    """Return an encoding as loops read it: its numbers, tables of code values, and the tables' addresses and lengths."""
     numbers, tables = numbers_of(format, rounding, overflow, rule)
     return numbers, tables, [number for table in tables for number in (table.ctypes.data, len(table))]
 
 
 def _where(tensor: Tensor | None) -> tuple[int, int]:
-    """Return the address and the bytes of a contiguous tensor; (0, 0) for None, and for a tensor without memory.
+    """Return the address and the bytes of a contiguous tensor; (0, 0) for None, and for a tensor on the meta device.
 
-    That is an unpacked gradient, which is a new tensor in every step.
+    Such a tensor stands for an unpacked gradient, which has other memory in every step.
     """
     if tensor is None or tensor.is_meta:
         return 0, 0

@@ -91,7 +91,7 @@ def expanded(y):
 
 @triton.jit
 def momentum_step(p, g, m, h):
-    """Return (d, m'): the gradient `g` with weight decay added, and SGD's new momentum; `h` has the hyperparameters."""
+    """Return (d, m'): d is gradient `g` plus weight decay, m' SGD's new momentum; `h` has the hyperparameters."""
     d = fused(h[4], p, g)
     return d, fused(h[2], m, h[3] * d)
 
@@ -137,7 +137,7 @@ PLACE_3 = tl.constexpr(0x60BDADCF)
 
 @triton.jit
 def block_starts(at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Return for each block of a tile the offset of its first entry, and how many entries its row has from there on.
+    """Return for each block of a tile where its first entry is, and how many entries its row has from there on.
 
     An entry is a place in memory with VALUES values: 2 for 4-bit codes, else 1. `at` has the tile's number and the tensor's sizes.
     """
@@ -252,7 +252,10 @@ def random_2d(first_index, k0, k1, at, TILE: tl.constexpr):
 
 @triton.jit
 def place_multiplier(place):
-    """Return the factor by which value `place` (0 to 3) of four adjacent ones gets its random bits from their common hash."""
+    """Return the odd factor that turns the hash which four adjacent values share into the random bits of value `place`.
+
+    `place` is 0 to 3.
+    """
     return tl.where(place == 0, 1, tl.where(place == 1, PLACE_1, tl.where(place == 2, PLACE_2, PLACE_3))).to(tl.uint32)
 
 

@@ -58,7 +58,7 @@ ABSENT = ((slots.ABSENT.value, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0), (0,) * 11)
 
 @cache
 def covers(how: UpdateLayout) -> bool:
-    """Return whether a kernel can do this update: a rule but Muon's on tensors of 4 or 8 bits in equal blocks, or unpacked."""
+    """Return whether kernels can do this update: not Muon's; tensors must be unpacked, or in 4 or 8 bits with equal blocks."""
     kinds = (how.weight, *how.moments, how.gradient)
     return (
         how.rule in RULE_NUMBERS
@@ -138,7 +138,7 @@ def tile_blocks(shape: int, block: int) -> int:
 
 @lru_cache(maxsize=4096)
 def tiles_of(rows: int, cols: int, first_index: int, block: int) -> UpdateTiles:
-    """Return the tiles into which kernels divide a tensor of (rows, cols) values.
+    """Return the tiles (values that a program loads together) into which kernels divide a tensor of (rows, cols) values.
 
     A tile is contiguous (a RUN) only if no index passes 2^32 within it, and if `first_index` is a multiple of 4.
     """
@@ -235,9 +235,9 @@ class LaunchGroup:
 
 @lru_cache(maxsize=1024)
 def _launches(how: UpdateLayout, has_factor: bool, is_aligned: bool, counts: tuple[int, ...]) -> list[Launch | None]:
-    """Return a launch of `update_kernel` for each of the tile shapes RUN, EVEN, RAGGED; None where `counts` has no tiles.
+    """Return a launch of `update_kernel` for each shape of tiles (RUN, EVEN, RAGGED), or None if there is no such tile.
 
-    `has_factor`: gradients are multiplied by a tensor on the device. `is_aligned`: all addresses are multiples of 16.
+    `counts`: programs of each. `has_factor`: a tensor multiplies gradients. `is_aligned`: all addresses are multiples of 16.
     """
     constants = {**constants_of(how), "HAS_FACTOR": has_factor, "ALIGNED": is_aligned, "NUM_HYPERS": NUM_HYPERS}
     return [
@@ -247,7 +247,7 @@ def _launches(how: UpdateLayout, has_factor: bool, is_aligned: bool, counts: tup
 
 
 def tile_constant(shape: int, block: int) -> tuple[int, int, int]:
-    """Return the compile-time constant TILE of kernels, (shape, number of blocks, block length), for tiles of this `shape`."""
+    """Return the constant TILE of kernels, (shape, blocks in a tile, block length); `shape` is RUN, EVEN or RAGGED."""
     return shape, tile_blocks(shape, block), block
 
 
@@ -332,7 +332,7 @@ def squares_kernel(
     owners_ptr, table_ptr, squares_ptr, ELEMENT: tl.constexpr, BLOCK_LEN: tl.constexpr, SCALE: tl.constexpr, COLS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store the sum of squares of a tile: codes [ c0 c1 | c2 c3 ] with scales [ s0 | s1 ] give (c0 s0)^2 + ... + (c3 s1)^2."""
+    """Store a tile's sum of squares: for codes [ c0 c1 | c2 c3 ] and scales [ s0 | s1 ] it is (c0 s0)^2 + ... + (c3 s1)^2."""
     pid = tl.program_id(0)
     row = table_ptr + tl.load(owners_ptr + pid) * COLS
     numel = tl.load(row + 2)
@@ -356,7 +356,7 @@ def squares_kernel(
 
 @triton.jit
 def totals_kernel(squares_ptr, ends_ptr, totals_ptr, CHUNK: tl.constexpr):
-    """Store the sum of squares of tensor i, added up from those of its tiles, which have the numbers ends[i] to ends[i + 1]."""
+    """Store the sum of squares of one tensor: tensor i has the tiles ends[i] to ends[i + 1], whose sums are at `squares_ptr`."""
     tensor = tl.program_id(0)
     start, end = tl.load(ends_ptr + tensor), tl.load(ends_ptr + tensor + 1)
     total = tl.zeros((CHUNK,), tl.float32)
@@ -369,7 +369,7 @@ def totals_kernel(squares_ptr, ends_ptr, totals_ptr, CHUNK: tl.constexpr):
 
 @cache
 def covers_squares(format: Format, shape: torch.Size) -> bool:
-    """Return whether a kernel can sum the squares of such a tensor: its rows must end with a block, as in one long row."""
+    """Return whether a kernel can sum the squares of such a tensor, which must be one row, or have rows that end with a block."""
     rows, cols = format.rows_and_cols(shape)
     block = format.block or 0
     return (

@@ -44,9 +44,9 @@ SMALLEST_STICKY_CODE = tl.constexpr(27)
 
 @triton.jit
 def shifted_bytes(packed, FLIP: tl.constexpr):
-    """Return 2^15 + (byte ^ FLIP) as float32 for each byte of `packed`; bytes are written into floats, without conversions.
+    """Return 2^15 + (byte ^ FLIP) as float32 for each byte of `packed`, by writing bytes into the bits of floats.
 
-    FLIP is the sign bit of signed codes, so that a subtraction of 2^15 + FLIP gives their values; 0 for unsigned ones.
+    FLIP is the sign bit of signed codes, so that subtracting 2^15 + FLIP gives their values, and 0 for unsigned codes.
     """
     if USES_PTX:
         bits = tl.inline_asm_elementwise(
@@ -149,7 +149,7 @@ def load_plain(ptr, at, STORAGE: tl.constexpr, TILE: tl.constexpr):
 def load_weight(
     codes_ptr, scales_ptr, residue_ptr, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_RESIDUE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the float32 values of a tile of a weight, to which the 8 bits at `residue_ptr` are added if HAS_RESIDUE."""
+    """Return the values of a tile of a weight as float32; if HAS_RESIDUE, with 8 more bits each from `residue_ptr`."""
     p = load_slot(codes_ptr, scales_ptr, 1.0, at, SLOT, ELEMENT, False, TILE)
     if HAS_RESIDUE:
         low = load_2d(residue_ptr.to(tl.pointer_type(tl.int8)), at, 1, TILE)
@@ -168,7 +168,7 @@ def largest_of(x):
 
 @triton.jit
 def over_max_value(largest, SLOT: tl.constexpr):
-    """Return largest / max_value of the format SLOT, correctly rounded; results below 2^-126 are rounded down."""
+    """Return largest / max_value of the format that SLOT describes, correctly rounded, but rounded down below 2^-126."""
     if INTERPRETED or (SLOT[3] == E8M0 and not SLOT[4]):
         return tl.div_rn(largest, tl.zeros_like(largest) + SLOT[5])
     else:
@@ -204,7 +204,7 @@ def inverse_of(stored, SLOT: tl.constexpr):
 
 @triton.jit
 def codes_of(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return the codes (int32) that an update stores for values `x` in blocks, given the new scales as they are stored."""
+    """Return the codes (int32) to which an update rounds `x`, in blocks whose new scales are `stored`, as bits or codes."""
     IS_INTEGER: tl.constexpr = ELEMENT[0] == INT or ELEMENT[0] == UINT
     if IS_INTEGER and (SLOT[1] == STOCHASTIC or SLOT[1] == NEAREST_EVEN):
         codes = whole_codes(x, inverse_of(stored, SLOT), random, SLOT, ELEMENT)
@@ -231,7 +231,7 @@ def whole_codes(x, inverse, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def floored(x, inverse, random):
-    """Return floor(x * inverse + u), where u in [0, 1) is the top 23 bits of `random` / 2^23: stochastic rounding.
+    """Return floor(x * inverse + u), which is stochastic rounding: u in [0, 1) is the top 23 bits of `random` / 2^23.
 
     Rounding down twice gives the floor of the exact sum.
     """
@@ -304,7 +304,7 @@ def rounded_plain(x, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def decoded_plain(x, bits, STORAGE: tl.constexpr):
-    """Return the values that `rounded_plain` has rounded, as float32: `x` itself for STORAGE float32, else those of `bits`."""
+    """Return as float32 what `rounded_plain` has rounded `x` to: for 16-bit dtypes the values of `bits`, otherwise `x`."""
     if STORAGE == PLAIN_FP32:
         return x
     elif STORAGE == PLAIN_BF16:

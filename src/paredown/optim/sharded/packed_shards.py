@@ -200,7 +200,7 @@ def managed_parameters(model: nn.Module) -> list[Any]:
 
 
 def sharded_of_whole(model: nn.Module) -> dict[int, Any]:
-    """Return the sharded parameters by the id of the whole parameter that fully_shard has gathered for each."""
+    """Return the sharded parameter of each whole parameter that fully_shard has gathered, by the id of the whole one."""
     managed = managed_parameters(model)
     return {id(one._unsharded_param): one.sharded_param for one in managed if hasattr(one, "_unsharded_param")}
 
