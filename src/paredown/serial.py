@@ -66,7 +66,10 @@ class Check(NamedTuple):
 
 
 def json_values(value: Any, of: tuple[str, str], raises: Raises) -> dict[str, Any]:
-    """Return the dict `value` after a round trip through JSON; `of` is its name and an example, for messages."""
+    """Return a copy of the dict `value`, written as JSON and read back; raise an error if JSON cannot hold it.
+
+    `of`: what messages call the value, and an example of an allowed value. `raises`: the class of the error.
+    """
     try:
         copied = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -126,6 +129,9 @@ def object_parts(
 ) -> dict[str, Any]:
     """Return a JSON object's fields except "version"; raise `error` for a wrong version, missing or unknown fields.
 
+    `what`: what messages call the object. `names`: the fields that it may have. `needed`: those that it must have. A version in it must be
+    from `oldest` to `newest`.
+
     >>> from paredown.errors import PlanError
     >>> object_parts({"version": 1, "a": 2}, "pair", ("a", "b"), ("a",), 1, PlanError)
     {'a': 2}
@@ -145,7 +151,10 @@ def object_parts(
 
 
 def read_json(path: PathText, what: str, error: Raises, *, hint: str = "", name: str = "", most_bytes: int = MOST_BYTES) -> Any:
-    """Return a JSON file's value, or raise `error`; `hint`: advice if it is not JSON; `name`: shown as the path."""
+    """Return the value of a JSON file; raise `error` if the file cannot be read or is not JSON.
+
+    `what`: what messages call the file. `hint`: advice in the message on a file that is not JSON. `name`: shown in place of the path.
+    """
     data = read_bytes(path, what, error, name=name, most_bytes=most_bytes)
     return parse_json(data, what, error, hint=hint, name=name or str(path))
 
@@ -298,7 +307,10 @@ class _Refused(Exception):
 
 
 def read_dataclass(kind: Any, value: Any, where: str, error: Raises = ReportError) -> Any:
-    """Return a JSON value converted to the type `kind`; raise `error` with the path of the first wrong value."""
+    """Return a JSON value converted to the type `kind`; raise `error` with the path of the first wrong value.
+
+    `where`: the start of that path, such as the name of the whole value.
+    """
     try:
         return _read_object(kind, value, where) if is_dataclass(kind) else _reader(kind)(value, where)
     except _Refused as reason:
@@ -306,7 +318,10 @@ def read_dataclass(kind: Any, value: Any, where: str, error: Raises = ReportErro
 
 
 def read_versioned(kind: Any, value: Any, what: str, version: int, error: Raises, *, oldest: int = 1) -> Any:
-    """Return the dataclass `kind` from JSON of a version from `oldest` to `version`; errors call it `what`."""
+    """Return an instance of the dataclass `kind`, made from the JSON object `value`; raise `error` if a field is wrong.
+
+    The object's version must be from `oldest` to `version`. `what`: what messages call the object.
+    """
     needed = {"version", *(row.name for row in fields(kind) if row.default is MISSING and row.default_factory is MISSING)}
     parts = object_parts(value, what, [row.name for row in fields(kind)], needed, version, error, oldest=oldest)
     return read_dataclass(kind, parts, what, error)

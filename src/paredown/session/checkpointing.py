@@ -278,7 +278,6 @@ class Factor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on the decoded values, and return its result."""
         if func is torch.ops.aten.detach.default:
             return Factor.of(args[0].operand)
         if func is torch.ops.aten.mul.Tensor and [type(arg) for arg in args] == [Tensor, Factor]:

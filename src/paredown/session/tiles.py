@@ -116,7 +116,7 @@ class TiledModules:
 
     @contextmanager
     def attached(self) -> Generator[None]:
-        """Return a context in which modules run in pieces even after `detach`, for second forward passes."""
+        """Return a context in which modules run in pieces even after `detach`, for backward, which runs layers again."""
         added = [call for call in self._calls.values() if call.attach()]
         try:
             yield
@@ -142,7 +142,7 @@ class TiledModules:
             yield
 
     def check(self, asked: TiledCall) -> None:
-        """Raise ApplyError if a rule names the module of `asked`, but neither it nor a submodule can run in pieces."""
+        """Raise ApplyError if a rule names the module of `asked`, and no module in it can run over pieces of the sequence."""
         inside = [call for path, call in self._calls.items() if is_inside(path, asked.path)]
         if asked.path in self._asked and asked.whole is not None and not any(call.is_by_token for call in inside):
             why = next((call.whole.text for call in inside if call.whole is not None), "")
@@ -151,7 +151,10 @@ class TiledModules:
     # --- what happened ---
 
     def changes(self, *, was_compiled: bool) -> Iterator[Change]:
-        """Yield a `Change` for each module that a rule tiles but that runs whole, as all do if `was_compiled`."""
+        """Yield a `Change` for each module that should run over pieces of the sequence, and runs whole.
+
+        `was_compiled`: whether torch.compile runs the model, so that no module runs in pieces.
+        """
         for path, text in self._asked.items():
             inside = {name: call for name, call in self._calls.items() if is_inside(name, path)}
             length = TILED.format(next(iter(inside.values())).length) if inside else text
@@ -166,7 +169,7 @@ class TiledModules:
                 yield Change(path, length, WHOLE, SHORT)
 
     def explain(self) -> list[SlotExplanation]:
-        """Return a row for each module that ran in pieces, or that runs whole as modules of its kind always do."""
+        """Return a row for each module that ran over pieces of the sequence, and for each whose kind never does."""
         rows: list[SlotExplanation] = []
         for path, call in self._calls.items():
             asked = TILED.format(call.length)
@@ -191,7 +194,7 @@ class TiledCall:
         self._reasons: dict[Any, Reason | None] = {}  # by the properties of a call that its operations can depend on
 
     def attach(self) -> bool:
-        """Make the module run in pieces, and return whether it ran whole before."""
+        """Make the module run over pieces of the sequence; return False if it did before, or if its call cannot be replaced."""
         module = self.module()
         if module is None or module._compiled_call_impl is self:
             return False
@@ -209,7 +212,7 @@ class TiledCall:
 
     @property
     def was_called(self) -> bool:
-        """Return whether a forward pass with gradients has called the module, except for a piece of an outer module."""
+        """Return whether a forward pass with gradients called the module, other than on a piece of an outer module's input."""
         return self.is_by_token or self.whole is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -274,7 +277,8 @@ class TiledCall:
 class TileRun:
     """Holds what the backward of one call of a tiled module needs beside the saved input.
 
-    `out` is the output of the call until `Tiles.forward` returns it.
+    `rest`: the arguments of the call after the input. `saved`: the autograd node that holds the input. `out`: the output of the call, until
+    `Tiles.forward` returns it.
     """
 
     def __init__(
@@ -352,7 +356,7 @@ def gradients_of_pieces(
 
 
 class GradientSums:
-    """Adds up gradients of parameters over pieces, in float32 for 16-bit parameters, else in their dtype."""
+    """Adds up gradients of parameters over the pieces of a sequence, in float32 for 16-bit parameters, else in their dtype."""
 
     def __init__(self, trained: list[Tensor], gradient: Tensor) -> None:
         self._trained, self._borrowed = trained, gradient.untyped_storage()._cdata
@@ -397,7 +401,7 @@ class TileInput(Function):
 
 @final
 class Tiles(Function):
-    """Returns the output of a tiled module, as an autograd function, and runs the module again in backward."""
+    """Returns the output of a tiled module, as an autograd function; its backward runs the module again, piece by piece."""
 
     @staticmethod
     def forward(ctx: Any, run: TileRun, kept: Tensor, x: Tensor, *trained: Tensor) -> Tensor:

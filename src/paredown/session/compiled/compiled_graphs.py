@@ -66,7 +66,7 @@ class CompiledGraphs:
         )  # autograd node of a call: bytes it saved packed
 
     def compile(self, model: nn.Module, wrapper: nn.Module, **options: Any) -> Any:
-        """Return torch.compile(wrapper, **options) with packed graphs; `wrapper`: `model`, or DistributedDataParallel around it."""
+        """Return torch.compile(wrapper, **options), whose graphs pack what they save; `wrapper`: `model`, or DDP around it."""
         partitioner = PlanPartitioner(self.plan, self.seed, self._compiled, has_guard=self._signals is not None)
         inductor = inductor_of(options)
         backend = PlanBackend(self, partitioner, lambda: {id(p): name for name, p in model.named_parameters()}, inductor)

@@ -41,8 +41,8 @@ ENOUGH_NUMBERS = NUM_NUMBERS // 2  # the rest is for the signals of guards
 class GraphCheck:
     """Measures `count` numbers in a compiled graph that decide whether an operation's operands may be packed.
 
-    Checks of the same `kind` are measured together, by one call of `join` with the tensors that `measure` returns for all of them.
-    `reason` is a function from the numbers to a reason not to pack the operands, or "".
+    `measure` gets the tensors of the nodes `sources`. Checks of the same `kind` are measured together, by one call of `join` with the
+    tensors that `measure` returned for all of them. `reason` is a function from the numbers to a reason not to pack the operands, or "".
     """
 
     kind: Hashable

@@ -95,7 +95,9 @@ def _groups(casts: Sequence[fx.Node], nbytes: Callable[[fx.Node], int]) -> Itera
 
 
 def _end_of_layers(signs: Sequence[Hashable], start: int, limit: int) -> int:
-    """Return the end of a group of casts from `start`: after all equal layers up to `limit`, or before the first.
+    """Return where a group of casts from `start` ends: after several equal layers, or before the first of them.
+
+    `signs`: shape and strides of each cast; equal layers are equal runs of signs. `limit`: the largest end of a group.
 
     >>> [_end_of_layers("abcdcdcdcd", start, limit) for start, limit in ((0, 7), (2, 7), (6, 10))]
     [2, 6, 10]

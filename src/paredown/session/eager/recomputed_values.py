@@ -50,8 +50,8 @@ def decode_steps_of(
 ) -> DecodeSteps | None:
     """Return the operations that compute `result` from the decoded `source`; None if it cannot be computed.
 
-    `signs`: the stored signs of the result, if an activation function needs them. `keeps_parameters`: whether the model keeps its
-    parameters until backward, so that the operations need no copies of them.
+    `rule`: how to recompute the result. `signs`: its stored signs, if an activation function needs them. `keeps_parameters`: whether the
+    model keeps its parameters until backward, so that the operations need no copies of them.
     """
     form, (size, stride, *_) = source.form, source.layout
     if not form.is_whole or form.numel != result.numel or form.numel != size.numel():

@@ -242,7 +242,7 @@ class StoredValues(StoredForm):
 
 
 class HostCopy(ABC):
-    """Declares what a copy of packed values in host memory does; `is_moved`: whether the plan offloads them."""
+    """Declares the methods of a copy in host memory of packed values; `is_moved`: whether the plan moves the values there."""
 
     __slots__ = ("is_moved", "names")
     is_moved: bool
@@ -250,7 +250,7 @@ class HostCopy(ABC):
 
     @abstractmethod
     def bring_back(self) -> None:
-        """Copy the values back to the device, unless they are there, and let its current stream wait for them."""
+        """Copy the packed values back to the GPU unless they are there, and let its current stream wait for the copy."""
 
     @property
     @abstractmethod
@@ -259,7 +259,7 @@ class HostCopy(ABC):
 
 
 class DecodedCopy:
-    """Refers to the last decoded copy of values that several saved tensors share."""
+    """Refers to the last decoded copy of values that several saved tensors share, so that it serves all of them."""
 
     __slots__ = ("__weakref__", "alive", "held", "num_unpacked", "stream")
 
@@ -321,8 +321,8 @@ def memory_in_use(index: int) -> tuple[int, int]:
 class StoredMask(StoredForm):
     """Stores one exact bit for each value of a saved tensor, which is decoded as one of two values.
 
-    `delayed`: a tensor that the next operation is going to encode. The mask is packed in the same pass over memory, or at the latest when
-    the forward pass ends.
+    `delayed`: the saved tensor itself, if a later operation is expected to encode it. The mask is then packed by the same kernel, or at the
+    latest when the forward pass ends.
     """
 
     packed_data = ("bits", "delayed")
@@ -337,7 +337,7 @@ class StoredMask(StoredForm):
         *,
         bounds: tuple[float, float] = (0.0, NO_BOUND),
     ) -> None:
-        """Store `bits`: 1 for values between `bounds`, decoded as `values[0]`; 0 for others, as `values[1]`.
+        """Store `bits`: 1 (decoded as `values[0]`) for values between `bounds`, 0 (decoded as `values[1]`) for others.
 
         `bits` is None if `delayed` is given.
         """

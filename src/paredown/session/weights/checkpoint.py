@@ -114,7 +114,7 @@ def _read(name: str, header: str, parts: Mapping[str, FileTensor]) -> PackedTens
 
 
 def plan_of(plan: Plan | str | None) -> Plan:
-    """Return the plan that `plan` is or names as a preset; for None, return the plan that packs nothing."""
+    """Return `plan` itself or, for a name, the preset of this name; None stands for the plan that packs nothing."""
     chosen = Plan() if plan is None else Plan.preset(plan) if isinstance(plan, str) else plan
     if not isinstance(chosen, Plan):
         raise CheckpointError(f"plan is a Plan or the name of a preset, such as 'frozen4', not {brief(plan)}.")

@@ -239,7 +239,7 @@ class Weights:
         self._pack_shards(sharded)
 
     def _pack_shards(self, sharded: dict[str, tuple[DTensor, Format]]) -> None:
-        """Pack this process's rows of the parameters that fully_shard manages; all processes pack the same ones."""
+        """Pack this process's rows of parameters that fully_shard manages; all processes must pack the same parameters."""
         model = self._model()
         if sharded and model is not None:
             packed, refused = packed_shards.pack_shards(sharded, model)
@@ -358,7 +358,7 @@ class Weights:
             call.begin_saves()
 
     def _unpack(self, weight: Weight, accumulators: Accumulators) -> None:
-        """Decode a weight before its module runs, and count references to its memory, to notice later ones."""
+        """Decode a weight before its module runs, and count references to its memory, to notice those that the module adds."""
         with self._lock:  # threads may run the same module
             weight.users += 1
             if not weight.address:

@@ -118,7 +118,10 @@ def find_tensors(source: PathText | Sequence[PathText], *, names: Sequence[str] 
 
 
 def _in_folder(folder: Path, names: Sequence[str]) -> Path:
-    """Return the path of the index or file in `folder` named in `names`, or the only one; or raise CheckpointError."""
+    """Return the path of a safetensors file or index in `folder`: the first of `names` that is there, or else the only one.
+
+    Raise CheckpointError if there is none, or several.
+    """
     for name in names:
         for path in (folder / f"{name}{INDEX_SUFFIX}", folder / f"{name}{SUFFIX}"):
             if path.is_file():
@@ -157,7 +160,7 @@ def _merged(where: Path, files: Sequence[Path], file_of: Mapping[str, str] | Non
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return the description of each tensor in a file by name, and the file's metadata."""
+    """Return the description of each tensor in a file by name, and under the key METADATA the file's metadata."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -146,8 +146,8 @@ def _replace(raw: Any, memory: Mapping[int, Weight], *, is_layer: bool) -> bool:
 class CheckpointedSaves:
     """Registers saved-tensor hooks that keep decoded frozen weights out of a checkpoint's second forward pass.
 
-    The hooks of checkpointing get every tensor, so that both forward passes count the same ones. What they return for a weight is dropped:
-    the second forward pass then stores nothing for the weight, and backward decodes it.
+    The hooks of checkpointing get every tensor, so that they count as many in both forward passes. What they return for a weight is
+    dropped: the second forward pass then stores nothing for the weight, and backward decodes it.
     """
 
     __slots__ = ("__weakref__", "_memory", "_outer")
