@@ -160,7 +160,10 @@ def read_json(path: PathText, what: str, error: Raises, *, hint: str = "", name:
 
 
 def parse_json(text: str | bytes, what: str, error: Raises, *, hint: str = "", name: str = "this text") -> Any:
-    """Parse a JSON text and return its value; raise `error`, with `name` and `hint` in the message, if the text is not JSON."""
+    """Parse a JSON text and return its value; raise `error` if the text is not JSON.
+
+    The message says that `name` is no `what`, such as "plan.json is no plan", and ends with the advice `hint`.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as reason:
@@ -177,7 +180,10 @@ def load_json(
     name: str = "",
     most_bytes: int = MOST_BYTES,
 ) -> Loaded:
-    """Read a JSON file and return `from_json` of its value; the message of every error begins with the path, or with `name`."""
+    """Read a JSON file and return `from_json` of its value; the message of every error begins with the path, or with `name`.
+
+    The other arguments are those of `read_json`.
+    """
     value = read_json(path, what, error, hint=hint, name=name, most_bytes=most_bytes)
     try:
         return from_json(value)
@@ -259,7 +265,10 @@ def _advice(number: int | None, path: Path) -> str:
 
 
 def read_bytes(path: PathText, what: str, error: Raises, *, name: str = "", most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a file; raise `error` if it is missing, a directory, unreadable or larger than `most_bytes`."""
+    """Return the bytes of a file; raise `error` if it is missing, a directory, unreadable or larger than `most_bytes`.
+
+    `what`: what messages call the file. `name`: shown in place of the path.
+    """
     try:
         size = Path(path).stat().st_size
         data = Path(path).read_bytes() if size <= most_bytes else b""

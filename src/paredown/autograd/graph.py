@@ -352,7 +352,10 @@ def _prefix(call: ModuleCall, op: str) -> str:
 
 
 def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
-    """Return the kind of a saved tensor: "activation", "weight" (a parameter, its view or cast), "buffer" or "input" (of the model)."""
+    """Return what a saved tensor is: "activation", "weight" (a parameter, its view or cast), "buffer" or "input".
+
+    `operand`: its name in the table of operations. An input is a tensor of the caller of `forward`, the running forward pass.
+    """
     node = tensor.grad_fn
     if node is not None:
         while node is not None and node.name() in WEIGHT_PRESERVING:

@@ -179,7 +179,7 @@ def needs_of(args: Any) -> tuple[bool, ...]:
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """Records a part of autograd's graph, read at one moment of a pass, so that the next pass needs no search."""
+    """Records what a part of autograd's graph saved, read at one moment of a forward pass, so that the next needs no search."""
 
     point: tuple[Any, ...]  # `point_of` the moment before the part was read
     layouts: list[tuple[torch.Size, torch.dtype]]  # sizes and dtypes of the tensors that it was read from

@@ -329,7 +329,7 @@ class Watch(SavedReports):
     # --- passes that begin with a call of a submodule ---
 
     def _enter_submodule(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin a forward pass with a call of a submodule, and return the pass; None if the call is not followed.
+        """Begin a forward pass with a call of a submodule alone, and return the pass; None if the call begins none.
 
         Calls in backward begin no pass: there a checkpointed layer runs again. The first `ModuleCall` of the pass is one of the model.
         """
@@ -419,7 +419,7 @@ class Watch(SavedReports):
         return current
 
     def _second_pass(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin and return a pass if `module` is a reentrant checkpoint's layer that backward runs again, else None."""
+        """Begin and return a pass if backward runs `module` again, the layer of a use_reentrant=True checkpoint; else None."""
         if (
             not self.checkpoints.reentrant.get(module)
             or running_backward() < 0
@@ -443,7 +443,7 @@ class Watch(SavedReports):
     # --- inputs of checkpoints ---
 
     def _enter_hidden(self, current: Pass, module: nn.Module, path: str, args: Any) -> None:
-        """Record a module that is called under no_grad: the layer of a reentrant checkpoint, or a module inside of it."""
+        """Record a module that is called under no_grad: the layer of a use_reentrant=True checkpoint, or a module inside it."""
         if current.hidden is not None:
             current.hidden.enter(args)
             return

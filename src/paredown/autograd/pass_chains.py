@@ -134,7 +134,6 @@ class PassChain:
 
 
 def _has_packed_weight(node: Any, name: str) -> bool:
-    """Return whether a node saved a packed weight of any model."""
     if name in SAVES_NOTHING or isinstance(node, torch.autograd.function.BackwardCFunction):
         return name == FROZEN_LINEAR
     raws = [getattr(node, raw_name) for _, raw_name, _ in attributes(name, type(node), False)]

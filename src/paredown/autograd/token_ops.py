@@ -113,7 +113,6 @@ class TokenOps(TorchDispatchMode):
         self._count, self._input = count, probe.untyped_storage()._cdata
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and check whether it reads across tokens."""
         if func is DEVICE:
             return func(*args, **(kwargs or {}))
         arguments = (args, kwargs or {})
@@ -186,7 +185,6 @@ class OperationNames(TorchDispatchMode):
         self.mixing = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and record its name if operations of this name read across tokens."""
         name = func._schema.name.rpartition("::")[2]
         if not self.mixing and (name in MIXING or name.startswith(ATTENTION)):
             self.mixing = name

@@ -327,7 +327,7 @@ class Summary:
 
 
 def _rank(given: str, reason: str, slot: str) -> int:
-    """Return the rank of a reason in a summary: 0 (first) if memory is not freed, 1 if nothing is packed, 3 for small tensors, else 2."""
+    """Return the place of a `Change` in a summary: 0 if memory is not freed, 1 if nothing is packed, 3 if small, else 2."""
     if reason == HIDDEN or given.endswith(BESIDE_ORIGINAL):
         return 0
     return 3 if " of fewer than " in slot else 1 if given in (UNMODIFIED, "nothing") else 2

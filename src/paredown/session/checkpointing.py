@@ -66,7 +66,7 @@ class CheckpointedModules:
         self._around_second_call = around_second_call
 
     def has(self, name: str) -> bool:
-        """Return whether the saved tensor `name` is inside a checkpointed module, which does not keep it."""
+        """Return whether the saved tensor `name` belongs to a checkpointed module, so that it is not kept for backward."""
         return not is_checkpoint_input(name) and any(is_of(name, path) for path in self.paths)
 
     def attach(self) -> None:

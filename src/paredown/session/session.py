@@ -474,7 +474,8 @@ def start_session(
 ) -> Session:
     """Apply `plan` to `model` so that tensors are stored packed, and return the session, which is open until it is closed.
 
-    `make_guard` creates the session's guard (None: no guard). `chunked_loss` computes the cross entropy of large vocabularies in chunks.
+    `seed`: of stochastic rounding. `make_guard` creates the session's guard (None: no guard). `chunked_loss` computes the cross entropy of
+    large vocabularies in chunks.
     """
     plain = unwrapped(model)
     check_is_not_graphed(plain)

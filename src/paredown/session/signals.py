@@ -40,14 +40,17 @@ CENTERED_LEN = 64  # consecutive values that are assumed to share a mean, as tho
 
 @dataclass(frozen=True)
 class SlotSignal:
-    """Holds squared relative rounding error and largest magnitude (inf for NaN) of a packed tensor, for a guard."""
+    """Holds squared relative rounding error and largest magnitude (inf for NaN) of one packed tensor of the step.
+
+    A guard, which changes formats during training, decides by them.
+    """
 
     error: float
     largest: float
 
 
 class Signals:
-    """Measures the rounding error and the largest value of packed activations, for a guard.
+    """Measures the rounding error and the largest value of packed activations, for the guard that changes formats by them.
 
     `names`: the slots (saved tensors) to measure, each in every `every`-th forward pass.
     """
@@ -96,7 +99,7 @@ class Signals:
         return self.looks_at_all or num_calls % self._every == 1 % self._every
 
     def add(self, slots: Sequence[tuple[str, ...]], numbers: Tensor) -> None:
-        """Record (error, largest value) of each tensor that a compiled graph saved; `slots` has the slot names of each tensor."""
+        """Record `numbers`, (error, largest value) of each tensor that a compiled graph saved; `slots`: slot names of each."""
         if self._numbers is None:
             self._numbers = torch.full((2, len(self._names)), UNSEEN, device=numbers.device)
         index = self._indices.get(tuple(slots))

@@ -77,7 +77,7 @@ class Reason(NamedTuple):
 
 
 class TiledModules:
-    """Makes the modules of a model that `plan.tiles` names run over pieces of the sequence."""
+    """Makes the modules that `plan.tiles` names run over pieces of the sequence, so that their temporaries are smaller."""
 
     def __init__(self, plan: Plan, model: nn.Module, watch: Watch, checkpointed: CheckpointedModules) -> None:
         self._watch, self._checkpointed, self._local = watch, checkpointed, threading.local()
@@ -137,7 +137,7 @@ class TiledModules:
 
     @contextmanager
     def pieces(self) -> Generator[None]:
-        """Return a context for one piece, in which hooks ignore submodules, and none is tiled or checkpointed."""
+        """Return a context to run a module on one piece: hooks ignore its submodules, which are not tiled or checkpointed."""
         with self.paused(), self._watch.passing_over(), self._checkpointed.paused():
             yield
 
@@ -275,7 +275,7 @@ class TiledCall:
 
 
 class TileRun:
-    """Holds what the backward of one call of a tiled module needs beside the saved input.
+    """Holds what the backward of one call of a module that runs over pieces of the sequence needs beside the saved input.
 
     `rest`: the arguments of the call after the input. `saved`: the autograd node that holds the input. `out`: the output of the call, until
     `Tiles.forward` returns it.
@@ -331,7 +331,7 @@ def output_of_pieces(call: Callable[[Tensor], Any], x: Tensor, length: int) -> T
 def gradients_of_pieces(
     call: Callable[[Tensor], Any], x: Tensor, gradient: Tensor, trained: list[Tensor], *, length: int, needs_input: bool
 ) -> list[Tensor | None]:
-    """Return the gradients of `x` and of the parameters `trained`, given the `gradient` of the output.
+    """Return the gradients of `x` and of the parameters `trained`, given the `gradient` of a module's output.
 
     `call` returns the output for one piece of `length` tokens. `needs_input`: whether `x` needs a gradient.
     """
@@ -384,7 +384,10 @@ class GradientSums:
 
 @final
 class TileInput(Function):
-    """Saves the input of a tiled module, as an autograd function, and returns an empty tensor whose node holds it."""
+    """Saves the input of a module that runs over pieces of the sequence, as an autograd function.
+
+    It returns an empty tensor, whose autograd node holds the input.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *trained: Tensor) -> Tensor:
@@ -401,7 +404,7 @@ class TileInput(Function):
 
 @final
 class Tiles(Function):
-    """Returns the output of a tiled module, as an autograd function; its backward runs the module again, piece by piece."""
+    """Returns the output of a module that runs over pieces of the sequence, and runs it again in backward, piece by piece."""
 
     @staticmethod
     def forward(ctx: Any, run: TileRun, kept: Tensor, x: Tensor, *trained: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ def is_capturing() -> bool:
 
 
 def check_is_warm(what: str) -> None:
-    """Raise ApplyError if a CUDA graph is being captured; `what` is an action that is impossible for the first time then."""
+    """Raise ApplyError if a CUDA graph is being captured; `what` is the action that must be done once before a capture."""
     if is_capturing():
         raise ApplyError(
             f"a CUDA graph is being captured, and the session {what} for the first time, which a capture forbids. Run three training "

@@ -158,7 +158,7 @@ class GraphEditor:
             self._write_numbers(self._measure(lambda *t: pad(torch.cat(t), (0, NUM_NUMBERS - count)), nodes))
 
     def pack(self, node: fx.Node, codec: GraphCodec) -> int:
-        """Replace a saved tensor by its codes and scales in both graphs, and return the bytes of codes and scales."""
+        """Replace a saved tensor in both graphs by the codes and scales that `codec` makes, and return their bytes."""
         value: Tensor = node.meta["val"]
         old = self.placeholders.pop(node.name)
         place = next(i for i in range(self.num_outputs, len(self._returned)) if self._returned[i] is node)
@@ -359,7 +359,7 @@ def _insert(
 ) -> list[fx.Node]:
     """Copy the nodes of a traced graph before a node of `graph`, and return the nodes of its outputs.
 
-    `constants`: nodes of `graph` that depend on no argument. They are not copied again, and new ones are added.
+    `arguments`: the nodes that the copies read. `constants`: copies of nodes that read none, by a key, to which new ones are added.
     """
     copies: dict[fx.Node, Any] = {}
     remaining, own = iter(arguments), set[fx.Node]()

@@ -116,7 +116,7 @@ def _end_of_layers(signs: Sequence[Hashable], start: int, limit: int) -> int:
 
 
 def _join(casts: Sequence[fx.Node], before: fx.Node) -> None:
-    """Replace casts to one dtype by a single call, in front of the node `before`."""
+    """Replace casts to one dtype by a single call of `paredown::cast_all`, in front of the node `before`."""
     graph, values = before.graph, [node.meta["val"] for node in casts]
     with graph.inserting_before(before):
         call = graph.call_function(CAST_ALL, ([node.all_input_nodes[0] for node in casts], values[0].dtype))

@@ -163,12 +163,12 @@ class PassOutputs:
 
 
 def storage_of(form: StoredForm) -> torch.UntypedStorage | None:
-    """Return the original memory that a stored form replaces; None if it was freed."""
+    """Return the original memory that a `StoredForm` replaces; None if it was freed."""
     return torch.UntypedStorage._new_with_weak_ptr(form.weak_storage)
 
 
 class ThreadState(threading.local):
-    """Holds the state of one thread: storage of its running forward pass, and outputs of submodules' calls."""
+    """Holds the state of one thread: what its running forward pass stores, and the outputs of submodules that it called."""
 
     def __init__(self) -> None:
         self.storage: ForwardStorage | None = None  # the storage of the running pass

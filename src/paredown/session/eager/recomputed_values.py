@@ -101,7 +101,7 @@ def _batch_norm(node: Any, source: StoredView, keeps_parameters: bool) -> Norm |
 
 
 def _vector(parameter: Tensor | None, keeps_parameters: bool) -> Tensor | None:
-    """Return a norm's parameter as a 1-D float32 tensor, a copy unless the parameter is kept until backward."""
+    """Return a norm's parameter as a 1-D float32 tensor, which is a copy unless the parameter is kept until backward."""
     if parameter is None or (keeps_parameters and parameter.dim() == 1 and parameter.dtype is torch.float32):
         return parameter
     return parameter.detach().float().reshape(-1).clone()

@@ -40,7 +40,7 @@ class StoragePiece:
     __slots__ = ("address", "is_whole", "key", "numel", "storage", "tensor")
 
     def __init__(self, tensor: Tensor, known: tuple[bool, int] | None = None) -> None:
-        """Choose whether to pack the whole storage of `tensor` or a copy of the view.
+        """Choose whether to pack the whole storage of `tensor`, or only a copy of `tensor`, if it is a small view.
 
         `known`: (is_whole, numel) of an earlier tensor with the same layout, so that they need not be computed again.
         """
@@ -176,7 +176,7 @@ class StoredForm(ABC):
 
 @final
 class StoredValues(StoredForm):
-    """Stores the values of a saved tensor, encoded in a format."""
+    """Stores the values of a saved tensor until backward, encoded in a format."""
 
     packed_data = ("stored", "host")
     __slots__ = ("_copies", "_copy", "codec", "host", "stored")
@@ -288,7 +288,7 @@ class DecodedCopies:
         self._held: deque[weakref.ref[DecodedCopy]] = deque()
 
     def hold(self, copy: DecodedCopy, values: Tensor) -> None:
-        """Keep `values` alive until the last saved tensor that shares them is unpacked, if memory allows it."""
+        """Keep `values` alive in `copy` until the last saved tensor that shares them is unpacked, if memory allows it."""
         if not values.is_cuda or values.nbytes < MIN_HELD_BYTES:
             return
         in_use, peak = memory_in_use(values.get_device())
@@ -400,7 +400,7 @@ class StoredShape(StoredForm):
 
 
 class ViewLayout(NamedTuple):
-    """Holds size, strides and offset of a saved tensor in a piece of memory; `is_all` if it covers the piece."""
+    """Holds size, strides and offset of a saved tensor in a piece of memory; `is_all`: whether the tensor fills the piece."""
 
     size: torch.Size
     stride: tuple[int, ...]

@@ -103,7 +103,6 @@ def _shape_and_dtype(name: str, header: Any) -> tuple[torch.Size, torch.dtype]:
 
 
 def _read(name: str, header: str, parts: Mapping[str, FileTensor]) -> PackedTensor:
-    """Read a packed tensor from its `header` and `parts` (codes, scales); raise CheckpointError if they mismatch."""
     try:
         return PackedTensor.from_state_dict({"header": header, **{part: tensor.read() for part, tensor in parts.items()}})
     except CodecError as error:

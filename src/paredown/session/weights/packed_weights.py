@@ -208,7 +208,7 @@ class Weights:
     def attach(self) -> None:
         """Pack the weights and register the hooks that decode them.
 
-        The session's `Watch` registers its hooks first, since they must see saved tensors before these hooks do.
+        The session's `Watch` must register its hooks first, since it must see saved tensors before these hooks replace them.
         """
         try:
             self._pack()
@@ -549,7 +549,7 @@ class Weights:
 
 
 def _retry_after_gradient(retry: weakref.WeakMethod[Any], ref: weakref.ref[Weight], parameter: Tensor) -> None:
-    """Free a weight's decoded values when its gradient was accumulated, since backward has used them by then."""
+    """Free a weight's decoded values, as a hook that runs when backward has used them and accumulated the gradient."""
     method, weight = retry(), ref()
     if method is not None and weight is not None:
         method(weight, in_backward=True)

@@ -237,7 +237,6 @@ def write_shards(
 
 
 def _shards(records: Iterable[TensorRecord], max_bytes: int) -> Iterator[list[TensorRecord]]:
-    """Yield lists of records of at most `max_bytes` together."""
     shard, num_bytes = list[TensorRecord](), 0
     for record in records:
         size = sum(tensor.nbytes for tensor in record.tensors.values())
@@ -251,7 +250,7 @@ def _shards(records: Iterable[TensorRecord], max_bytes: int) -> Iterator[list[Te
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write one file; tensors of other devices are copied to the host one at a time."""
+    """Write a safetensors file; tensors on other devices are copied to the host one at a time."""
     header: dict[str, Any] = {METADATA: dict(metadata)}
     end = 0
     for name, tensor in tensors.items():
