@@ -225,7 +225,7 @@ class Session:
         return self._compiled.compile(model, self._called() or model, **options)
 
     def unpacked(self) -> AbstractContextManager[None]:
-        """Return a context in which packed parameters are decoded; those that it changes are quantized again at its end."""
+        """Return a context in which packed parameters are decoded; those changed in it are quantized again at its end."""
         return self._weights.unpacked()
 
     @property

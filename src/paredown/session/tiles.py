@@ -126,7 +126,7 @@ class TiledModules:
 
     @property
     def is_running(self) -> bool:
-        """Return whether this thread is running a tiled module on one piece, or is in the context of `paused`."""
+        """Return whether this thread is running a module on one piece of a sequence, or is in the context of `paused`."""
         return getattr(self._local, "is_running", False)
 
     @contextmanager

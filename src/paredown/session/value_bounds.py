@@ -89,7 +89,7 @@ class KnownReason(NamedTuple):
 
 
 class ValueBounds:
-    """Decides by their values which saved tensors must stay unmodified, and keeps the numbers that it has read."""
+    """Decides by their values which saved tensors must stay unmodified, and keeps the numbers that it measured of them."""
 
     def __init__(self) -> None:
         self._readings: dict[str, DeviceReading] = {}

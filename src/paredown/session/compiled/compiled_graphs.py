@@ -122,7 +122,7 @@ class CompiledGraphs:
         return self._steps[device].fill_(self.calls + 1)
 
     def _compiled(self, report: GraphReport, previous: GraphReport) -> None:
-        """Replace the report on a graph's `previous` compilation by that on its new one."""
+        """Replace the report on a graph's `previous` compilation by `report`, which is on its new one."""
         self.reports = [*(other for other in self.reports if other is not previous), report]
 
     def on_call(self, report: GraphReport, outputs: Any, numbers: Tensor, num_calls: int) -> None:

@@ -111,7 +111,7 @@ class GraphEditor:
         return any(other is node for other in self._returned[: self.num_outputs])
 
     def save_comparisons(self, packed: set[str], report: GraphReport) -> None:
-        """Save boolean tensors as bits, also those that backward would compute from the tensors named in `packed`."""
+        """Save boolean tensors as bits, also comparisons that backward would make of the rounded tensors named in `packed`."""
         with_tangents = of_tangents(self.backward.graph)
         rounded = {node for name, node in self.placeholders.items() if name in packed}
         saved = [node for name, node in self.placeholders.items() if is_boolean(node) and self._is_saved(name)]
@@ -187,7 +187,7 @@ class GraphEditor:
         RecomputedChains(self.backward.graph, of_tangents(self.backward.graph)).delay(self._scales, insert)
 
     def add_signals(self, measures: list[tuple[fx.Node, SlotMeasure]], report: GraphReport) -> None:
-        """Make forward measure the rounding errors of packed tensors for a guard.
+        """Make forward measure the rounding errors of packed tensors, for a guard that changes formats by them.
 
         Tensors of dynamic sizes are left out; the errors are the last of the numbers that the graph measures.
         """

@@ -336,7 +336,7 @@ class PlanBackend:
 
 
 def inductor_of(options: dict[str, Any]) -> Any:
-    """Return Inductor as a backend of torch.compile set by `options`; the options that it takes are removed."""
+    """Return Inductor as a backend of torch.compile, set by those of the `options` that it takes, which are removed."""
     backend = options.pop("backend", "inductor")
     if backend != "inductor":
         raise ApplyError(

@@ -50,7 +50,7 @@ def sampled(flat: Tensor, format: Format) -> Tensor:
 
 @dataclass(frozen=True)
 class SlotMeasure:
-    """Measures the rounding error and the largest value of one packed tensor in a graph, when it is called."""
+    """Measures, in a call of a compiled graph, the rounding error and the largest value of one packed tensor."""
 
     slot: GraphSlot
     format: Format

@@ -106,7 +106,7 @@ class Weights:
         self._loading: list[tuple[str, weakref.ref[nn.Parameter], Format]] = []  # packed before the next forward pass
 
     def _stays_plain(self, name: str, parameter: nn.Parameter, format: Format) -> bool:
-        """Return whether a parameter stays unpacked since its dtype is the requested format, or it is small."""
+        """Return whether a parameter stays unpacked, since its dtype is the requested format or it is small; if so, note it."""
         if parameter.dtype is PLAIN_DTYPES.get(str(format)):
             self._plain.add(name)
             return True
@@ -532,7 +532,7 @@ class Weights:
 
     @contextmanager
     def unpacked(self) -> Generator[None]:
-        """Return a context in which packed parameters are decoded; changed ones are quantized again at its end."""
+        """Return a context in which packed parameters are decoded; those changed in it are quantized again at its end."""
         self._remove_released()
         shards = {shard.weight for shard in self.shards.values()}  # which are DTensors all the time
         plain = [weight for weight in self.weights.values() if weight not in shards and weight.parameter is not None]

@@ -199,7 +199,7 @@ def _tensor(path: Path, name: str, row: Any, begin: int) -> FileTensor:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Holds tensors that must be written into the same file, and a text that describes them."""
+    """Holds tensors that must be written into the same file, such as codes and scales of a weight, and a text on them."""
 
     name: str
     tensors: Mapping[str, Tensor]

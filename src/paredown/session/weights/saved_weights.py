@@ -342,7 +342,7 @@ class PackedModule:
 
 
 class WeightCall:
-    """Describes a running call of a module with packed parameters."""
+    """Describes a running call of a module with packed parameters, which are decoded until the call ends."""
 
     __slots__ = ("_saves", "first", "place", "weights")
 
