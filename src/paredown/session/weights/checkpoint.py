@@ -81,7 +81,7 @@ def open_checkpoint(source: PathText | Sequence[PathText]) -> Checkpoint:
 
 
 def _saved_weights(found: FoundTensors) -> Iterator[PackedInFiles]:
-    """Yield the packed weights that `save_packed` wrote into these files."""
+    """Yield the packed weights that `save_packed` wrote into the files whose tensors are `found`."""
     for metadata in found.metadata:
         if METADATA in metadata:
             value = parse_json(metadata[METADATA], "metadata of packed weights", CheckpointError, name=str(found.where))
