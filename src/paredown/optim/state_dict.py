@@ -193,7 +193,7 @@ def _restore_groups(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
 
 
 def _new_state(optimizer: Optimizer, entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `source`, a parameter's loaded state, in this optimizer's formats; raise OptimError if it has another shape."""
+    """Return `source`, a parameter's loaded state, in this optimizer's formats; raise OptimError if it does not fit."""
     source = {name: _local_rows(value, entry) for name, value in {**source, **source.get(BNB_NEST, {})}.items() if name != BNB_NEST}
     if not source:
         return {}

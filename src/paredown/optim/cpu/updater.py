@@ -37,8 +37,8 @@ WEIGHT, GRADIENT = 0, 3  # indices of a parameter's tensors; between them are th
 def covers(layout: UpdateLayout, cols: int) -> bool:
     """Return whether `loops.py` can update parameters of this layout (rule and formats) with `cols` columns.
 
-    The loops do not cover Muon's rule, formats with one scale for the whole tensor, or blocks that are longer than a tile (the values that a
-    loop decodes at once).
+    The loops do not cover Muon's rule, formats with one scale for the whole tensor, or blocks that are longer than a tile (the values that
+    a loop decodes at once).
     """
     has_tensor_scale = any(format.has_tensor_scale for format in _formats(layout))
     return layout.rule in COMPILED_RULES and not has_tensor_scale and min(_unit_len(layout), cols) <= LONGEST_TILE
