@@ -229,6 +229,7 @@ class LossOf:
     is_missing = False  # whether a model returned none
 
     def __call__(self, output: Any, *_: Any) -> Tensor:
+        """Return the loss in `output`, or the sum of the means of all its tensors that require a gradient."""
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(loss, Tensor):
             return loss
