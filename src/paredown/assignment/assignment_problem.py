@@ -58,10 +58,7 @@ SUPPORTED_OPTIMIZERS = frozenset({"sgd", "sgdm", "adamw", "lion", "muon", "SGD",
 
 @dataclass(frozen=True, eq=False)
 class AssignmentProblem:
-    """What `assign` needs to choose a format for each tensor of `trace`: the allowed formats, their bytes and errors.
-
-    It is made for one method and without a budget, so that one instance answers for any budget.
-    """
+    """What `assign` needs to choose formats for `trace` by one method, within any budget: bytes and errors of each."""
 
     trace: Trace
     method: AssignMethod

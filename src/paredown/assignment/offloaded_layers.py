@@ -64,10 +64,7 @@ def offload_choices(step: Trace) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class HostBudget:
-    """The bytes of host memory that a plan may use for packed activations, and the speed of copies to it.
-
-    `assign` makes it of its argument `host_budget`, and `best` finds the plan. Copies take the time that `calibration` predicts.
-    """
+    """The bytes of host memory that a plan may use for packed activations, and the speed of copies to it."""
 
     nbytes: int
     calibration: Calibration
@@ -121,7 +118,6 @@ class HostBudget:
         return host_bytes(step, plan, is_rounded=True), offload_wait(step, plan, self.calibration)
 
     def _say(self, trace: Trace, plan: Plan) -> str:
-        """Return a sentence for the plan's reason: the bytes in host memory, and the time that copies cost."""
         nbytes, wait = self._cost(trace, plan)
         time = f"the step waits {1e3 * wait:.3g} ms for copies" if wait else "copies are hidden behind the step's operations"
         count = len(plan.offload)

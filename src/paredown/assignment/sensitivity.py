@@ -201,10 +201,7 @@ def _interpolated(row: Mapping[str, float], text: str) -> float:
 
 
 def slot_error(savers: Iterable[Saver], format: Format) -> float:
-    """Return the predicted gradient error if an activation is stored in `format`, summed over `savers`.
-
-    `savers` are the operations that saved the tensor; the role table has a factor for each.
-    """
+    """Return the predicted gradient error of an activation in `format`, summed over `savers`, which saved it."""
     factors = [
         OPERAND_FACTORS.get((saver.op, saver.operand)) or OP_FACTORS.get(saver.op, OTHER_FACTOR)
         for saver in savers

@@ -52,10 +52,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Preference:
-    """The checked arguments of `assign` about speed: preference, error allowance and calibration.
-
-    `note` says why times are predicted for one H200, if they are.
-    """
+    """The checked arguments of `assign` about speed: preference, error allowance and calibration."""
 
     prefer: str
     error_allowance: float | None
@@ -64,10 +61,7 @@ class Preference:
 
     @staticmethod
     def of(trace: Trace, prefer: object, error_allowance: Any, calibration: object) -> Preference | None:
-        """Return the arguments of `assign` about speed as one checked value; None if `prefer` is None.
-
-        Raise PlanError for values that are not allowed, and CalibrationError for the calibration of another device than the trace's.
-        """
+        """Return the arguments of `assign` about speed as one checked value; None if `prefer` is None."""
         if prefer not in (None, *PREFERENCES):
             raise PlanError(f"prefer is {prefer!r}. Allowed: {', '.join(map(repr, PREFERENCES))}, or None.")
         is_allowance = isinstance(error_allowance, int | float) and is_number(error_allowance) and error_allowance >= 0
@@ -224,10 +218,7 @@ def packed_solutions(
 
 
 def row_costs(problem: AssignmentProblem, calibration: Calibration) -> tuple[Floats, Floats]:
-    """Return the seconds that each option to store tensors adds to a step: an array for the device, one for the host.
-
-    Their indices are the rows of `problem.ledger`.
-    """
+    """Return the seconds that each row of `problem.ledger` (storage option) adds to a step, on device and host."""
     slots = {slot.name: slot for slot in problem.trace.activations}
     rows = [option for item in problem.ledger.items for option in item.options]
 
