@@ -372,10 +372,7 @@ class Ledger:
         return load + self.held[after[items]].sum(axis=0) - self.held[before[items]].sum(axis=0)
 
     def total(self, load: Ints, chosen: Ints) -> Ints:
-        """Return `load`, the bytes at each tick (operation), plus the temporary memory of torch.optim's step.
-
-        That memory depends on `chosen`, the row of each item: it is smaller if parameters are packed.
-        """
+        """Return `load`, the bytes at each tick (operation), plus the temporary memory of torch.optim's step."""
         if not self.transients:
             return load
         total, full = load.copy(), int(self.full_bytes[chosen].sum())
@@ -384,10 +381,7 @@ class Ledger:
         return total
 
     def peak(self, chosen: Ints) -> int:
-        """Return the peak bytes of the step under `chosen`, the row of each item.
-
-        They include the margin for unpredicted memory if the table was made with it.
-        """
+        """Return the peak bytes of the step under `chosen`, the row of each item, with the ledger's margin if any."""
         return int(self.total(self.load(chosen), chosen).max()) + self.workspace_bytes
 
     def changed_peaks(self, chosen: Ints, load: Ints, changes: Ints, columns: Ints | None = None) -> Ints:

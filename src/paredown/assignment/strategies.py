@@ -254,10 +254,7 @@ class PointFront:
         return bool(index) and self.points[index - 1] is point
 
     def could_add(self, least_peaks: Ints, errors: np.ndarray) -> Ints:
-        """Return the indices of candidates with these errors that would join the front at the peaks `least_peaks`.
-
-        `least_peaks` are lower bounds of their peaks, so that candidates that are not returned need not be computed.
-        """
+        """Return the indices of candidates with these errors that would join the front at the peaks `least_peaks`."""
         front_errors = np.array([np.inf, *self._errors])
         error_to_beat = front_errors[np.searchsorted(np.array(self._peaks, dtype=np.int64), least_peaks, side="right")]
         return np.flatnonzero(errors < error_to_beat)
@@ -271,10 +268,7 @@ class PointFront:
 
 
 def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[AssignmentPoint]:
-    """Return the Pareto front of `points` and of candidates that differ from them in one or two items.
-
-    Candidates that join the front are changed in turn, until all were visited or WORK is spent.
-    """
+    """Return the Pareto front of `points` and of candidates that differ from them in one or two items."""
     front = PointFront()
     for point in points:
         front.add(point)
@@ -423,10 +417,7 @@ def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -
 
 
 def _probed_name(slot: Slot, sensitivities: Sensitivities) -> str | None:
-    """Return the name under which `sensitivities` has the tensor: that of the slot, or of an operation that saved it.
-
-    Return None if they do not have it.
-    """
+    """Return the name of a slot in `sensitivities`, its own or that of an operation that saved it, or None."""
     return next(iter(sensitivities.known((slot.name, *slot.names))), None)
 
 

@@ -97,10 +97,7 @@ class GuardRunner(SessionGuard):
         return RepairTerms(self.guard.trace, self.budget_bytes, self.sensitivities, self._levels)
 
     def passes_over(self) -> bool:
-        """Return whether the guard itself runs the forward pass that begins, as a probe; nothing is packed in it.
-
-        Raise ApplyError while a CUDA graph is captured.
-        """
+        """Return whether the guard itself runs this forward pass; raise ApplyError in a CUDA graph capture."""
         if is_capturing():
             raise ApplyError(
                 "a CUDA graph is being captured, but the guard of this session reads measured errors on the host before each optimizer "

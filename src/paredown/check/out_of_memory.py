@@ -183,7 +183,6 @@ class LastCall:
         self._handle.remove()
 
     def _batch(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any]:
-        """Return the arguments of a call as a batch for `trace_step`, with None as target if the loss takes one."""
         if named:
             return (dict(inspect.signature(self._model.forward).bind(*args, **named).arguments) if args else named,)
         return ((*args, None) if "loss" in self.traced_as else args,)

@@ -87,10 +87,7 @@ class HeldSlot:
 
 @final
 class HeldForward:
-    """A forward pass of `model`, kept for several backward passes; in each, other saved tensors can be rounded.
-
-    `slots` has the saved tensors by name.
-    """
+    """A forward pass of `model` for several backward passes, each with other saved tensors (`slots`) rounded."""
 
     def __init__(self, model: nn.Module, *, seed: int) -> None:
         self.slots: dict[str, HeldSlot] = {}

@@ -178,10 +178,7 @@ def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Se
 def _session(
     opened: Session | None, plan: Plan | None, model: nn.Module, seed: int
 ) -> Generator[tuple[Session, Mapping[str, Tensor]]]:
-    """Return a context with a session of the model, `opened` or else a new one, and copies of weights to be packed.
-
-    The copies are empty if the session was open before. A new session is closed at the end.
-    """
+    """Return a context with a session of the model, `opened` or else a new one, and copies of weights to be packed."""
     if opened is not None:
         yield opened, {}
         return

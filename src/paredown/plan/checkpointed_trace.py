@@ -312,7 +312,6 @@ def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
 
 
 def _last_read(slot: Slot) -> int:
-    """Return the tick (operation) at which backward reads the tensor last, and after which it is freed."""
     return max((end for part in slot.parts for _, end in part.decoded), default=slot.death)
 
 

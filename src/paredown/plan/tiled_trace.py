@@ -234,10 +234,7 @@ def _saved_input(slot: Slot, module: TokenModule) -> Slot:
 
 
 def _input_of(output: Output, module: TokenModule, storage: int) -> Slot:
-    """Return a new slot for `output`, an input of `module` that is saved only because of tiles.
-
-    `storage` is the storage number of the slot.
-    """
+    """Return a new slot for `output`, an input of `module` that is saved only because of tiles."""
     of_output = output.shape, output.dtype, output.nbytes, output.birth, max(output.death, module.backward[1])
     saver, dropped = _saver(module), max(output.death, module.forward[1])
     rest = prod(output.shape), storage, dropped, (saver,), (_part(module),)

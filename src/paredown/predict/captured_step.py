@@ -132,10 +132,7 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 class GraphCapture:
-    """Runs forward of a training step under torch.compile on fake tensors, and records each call of a graph.
-
-    A trace of the compiled step is made of `calls`.
-    """
+    """Runs forward of a training step under torch.compile on fake tensors, and records each call of a graph."""
 
     def __init__(self, step: FakeStep) -> None:
         self.step, self.calls = step, list[GraphCall]()

@@ -93,10 +93,7 @@ class GraphValue:
 
 
 class GraphMemory:
-    """The buffers that Inductor would allocate for a graph, with the times at which kernels write and read them.
-
-    Predicted memory of a compiled step follows from them.
-    """
+    """The buffers that Inductor would allocate for a graph, with the times at which kernels write and read them."""
 
     def __init__(self, graph: fx.Graph, *, on_cuda: bool = False) -> None:
         self._transposes = on_cuda and _keeps_layout(graph)

@@ -77,10 +77,7 @@ class StepSeconds(NamedTuple):
 
 
 class SmallNetwork:
-    """A network so small that the host limits its training steps; they are timed to measure host time.
-
-    `layers` is the pattern of its repeated layers, and `sizes` are arguments of the model.
-    """
+    """A network so small that the host limits its training steps; they are timed to measure host time."""
 
     def __init__(self, name: str, layers: str, batch: tuple[Tensor, ...], **sizes: int) -> None:
         self.name, self.layers, self.batch, self.sizes = name, layers, batch, sizes

@@ -181,7 +181,6 @@ def _least_host_seconds(call: Callable[[], object]) -> float:
 
 
 def _host_seconds(call: Callable[[], object], num_calls: int) -> float:
-    """Return the host seconds of one `call()`, as the mean over `num_calls` calls in a row."""
     torch.cuda.synchronize()
     begun = time.perf_counter()
     for _ in range(num_calls):

@@ -322,10 +322,7 @@ def slots_of(recorder: Recorder, names: dict[Allocation, str], end: int) -> list
 
 
 def held_slots(held: Iterable[Allocation], end: int) -> list[Slot]:
-    """Return a slot for each of the allocations `held`, which exist when backward begins outside of autograd's graph.
-
-    `end` is the last tick of the step.
-    """
+    """Return a slot for each of the allocations `held`, which exist before backward outside of autograd's graph."""
     counts: Counter[str] = Counter()
     slots: list[Slot] = []
     for number, allocation in enumerate(held):

@@ -143,7 +143,6 @@ class Timeline(TorchDispatchMode):
             allocation.views.append(weakref.ref(value))
 
     def _record_workspace(self, nbytes: int, module: str) -> None:
-        """Record `nbytes` bytes that the current operation allocates and frees while it runs."""
         if nbytes:
             self.allocations.append(
                 Allocation(nbytes, self.current_tick, self.last_op, module, self.phase, (nbytes,), "uint8", death=self.current_tick)

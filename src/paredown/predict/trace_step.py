@@ -85,7 +85,6 @@ def trace_step(
 
 
 def _is_of_loss(slot: Slot) -> bool:
-    """Return whether a cross entropy saved the tensor of this slot."""
     return any(saver.op.strip("_").startswith(CROSS_ENTROPY) for saver in slot.savers)
 
 
@@ -201,7 +200,6 @@ class TraceBuilder:
         )
 
     def _persistent_slot(self, name: str, role: Role, tensor: Tensor, end: int) -> Slot:
-        """Return the slot of a tensor that exists during the whole step, until the tick `end`."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         nbytes = tensor.numel() * tensor.element_size()
         slot = Slot(name, role, name.rpartition(".")[0], tuple(tensor.shape), dtype, nbytes, 0, end, numel=tensor.numel())

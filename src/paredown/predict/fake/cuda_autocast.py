@@ -41,10 +41,7 @@ def cuda_autocast(dtype: torch.dtype | None, free_casts: Callable[[], None]) -> 
 
 @contextmanager
 def _every_autocast_is_for_cuda(free_casts: Callable[[], None]) -> Generator[None]:
-    """Return a context in which torch.autocast sets CUDA's autocast state, whatever device it names.
-
-    `free_casts` is called when the outermost torch.autocast ends.
-    """
+    """Return a context in which torch.autocast sets CUDA's autocast state, whatever device it names."""
     kind, common = torch.amp.autocast_mode.autocast, torch.cuda.amp.common
     before = kind.__init__, kind.__exit__, common.amp_definitely_not_available, torch.cuda.is_bf16_supported
     checkpoint_before = checkpoint._get_autocast_kwargs

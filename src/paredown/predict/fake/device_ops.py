@@ -57,10 +57,7 @@ class HasKernels(Protocol):
     """Declares what stand-ins of CUDA kernels call to record that a kernel ran; a `Timeline` has it."""
 
     def record_kernel(self, name: str, tensors: list[Tensor], flops: int, arguments: Any) -> None:
-        """Record that one CUDA kernel ran: the tensors that it reads and writes, and its flops.
-
-        `arguments` are values from which the call can be repeated later.
-        """
+        """Record that one CUDA kernel ran: the tensors that it reads and writes, and its flops."""
 
 
 def round_up(number: int, step: int) -> int:

@@ -246,7 +246,6 @@ class FakeStep:
         ]
 
     def _record_initial_tensors(self, arguments: Arguments) -> None:
-        """Record the tensors that exist before the step: parameters, buffers and inputs."""
         for module in (self.model, self.loss_module):
             for name, p in module.named_parameters():
                 parts = inner_tensors(p) or {"": p}
@@ -362,7 +361,6 @@ def signature_errors(model: nn.Module, arguments: Arguments, function: str) -> G
 
 
 def _signature_fault(model: nn.Module, arguments: Arguments) -> str:
-    """Return a sentence on why forward of `model` cannot take these arguments; "" if it can."""
     try:
         signature = inspect.signature(model.forward)
     except ValueError:  # of a function without a signature
@@ -437,7 +435,6 @@ def _masks_by_values() -> Generator[None]:
 
 @contextmanager
 def _without_fake_tensor_log() -> Generator[None]:
-    """Return a context in which torch does not log errors of operations on fake tensors, which it also raises."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True

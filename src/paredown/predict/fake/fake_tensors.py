@@ -218,7 +218,6 @@ def _state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, Any]) -> None:
-    """Restore the attributes of a module, and what was in its dicts, lists and sets, from `copies`."""
     current = vars(module)
     for name in [name for name in current if name not in attributes]:
         del current[name]
