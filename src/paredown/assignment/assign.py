@@ -201,7 +201,7 @@ class Planning:
 
     @staticmethod
     def of(baseline: Footprint, budget_bytes: int) -> Planning:
-        """Return the limits for a search that keeps a margin for unpredicted memory, of at most 1/8 of the budget."""
+        """Return the limits for a search within `budget_bytes` that keeps at most an eighth free as a margin."""
         most = budget_bytes // LARGEST_MARGIN
         is_small = baseline.bound_bytes - baseline.peak_bytes <= most
         return Planning(budget_bytes, budget_bytes if is_small else budget_bytes - most, is_small)

@@ -212,7 +212,7 @@ def slot_error(savers: Iterable[Saver], format: Format) -> float:
 
 @cache
 def step_factor(format: Format) -> float:
-    """Return how large the squared rounding step of `format` is, in times that of symmetric integers in blocks of 64.
+    """Return the squared rounding step of `format`, as a multiple of that of symmetric integers in blocks of 64.
 
     It is below 1 for integers in shorter blocks or with a minimum. A step is the range of a block over the number of steps. The largest of
     n values is at about the quantile (n - 3/8) / (n + 1/4); the largest magnitude is that of 2 n values. Measured on 20 networks: 0.75 and

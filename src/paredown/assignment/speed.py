@@ -171,7 +171,7 @@ def quickest_solution(
 
 
 def exact_solutions(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> Iterator[Solution]:
-    """Yield solutions that quantize nothing and checkpoint layers: all, every second one, and the fewest that fit.
+    """Yield solutions that quantize nothing and checkpoint all layers, every second one, or the fewest that fit.
 
     The first two are left out if their expected peak exceeds the budget. The last one fits with a margin for unpredicted memory.
     """

@@ -305,8 +305,8 @@ Allocated = Callable[..., Any]  # bytes of tensors, a number or an array -> the 
 class Ledger:
     """A table of the bytes that each storage option takes (row) at each operation of the step (column, or tick).
 
-    `assign` searches in it instead of predicting footprints. Rows of item i start at `starts[i]`; `item_of[r]` is the item of row r. A
-    choice of formats, `chosen`, is an array with one row for each item.
+    `assign` searches in it instead of predicting footprints. Items are groups of tensors that are stored alike. Rows of item i start at
+    `starts[i]`; `item_of[r]` is the item of row r. A choice of formats, `chosen`, is an array with one row for each item.
 
     Bytes are those of `Footprint.bound_bytes`, with its margin for memory that is not predicted, or of `peak_bytes` without it.
     """
@@ -360,19 +360,23 @@ class Ledger:
         )
 
     def load(self, chosen: Ints) -> Ints:
-        """Return the bytes in memory at each tick (operation) under `chosen`, the row of each item.
+        """Return the bytes in memory at each tick under `chosen`, a storage option (row) for each group of tensors.
 
-        The memory that torch.optim's step allocates and frees is left out; `total` adds it.
+        A tick is the position of an operation in the step. The memory that torch.optim's step allocates and frees is left out; `total` adds
+        it.
         """
         return self.base + self.held[chosen].sum(axis=0)
 
     def changed_load(self, load: Ints, before: Ints, after: Ints) -> Ints:
-        """Return the bytes in memory at each tick under the rows `after`; `load` has those under `before`."""
+        """Return the bytes in memory at each tick under the options `after`; `load` has those under `before`."""
         items = np.flatnonzero(before != after)
         return load + self.held[after[items]].sum(axis=0) - self.held[before[items]].sum(axis=0)
 
     def total(self, load: Ints, chosen: Ints) -> Ints:
-        """Return `load`, the bytes at each tick (operation), plus the temporary memory of torch.optim's step."""
+        """Return `load`, the bytes in memory at each tick (operation), plus temporary memory of torch.optim's step.
+
+        That memory is smaller if parameters are packed; `chosen` has a storage option (row) for each group of tensors.
+        """
         if not self.transients:
             return load
         total, full = load.copy(), int(self.full_bytes[chosen].sum())
@@ -381,14 +385,14 @@ class Ledger:
         return total
 
     def peak(self, chosen: Ints) -> int:
-        """Return the peak bytes of the step under `chosen`, the row of each item, with the ledger's margin if any."""
+        """Return the step's peak bytes under `chosen`, a storage option (row) for each group of tensors."""
         return int(self.total(self.load(chosen), chosen).max()) + self.workspace_bytes
 
     def changed_peaks(self, chosen: Ints, load: Ints, changes: Ints, columns: Ints | None = None) -> Ints:
-        """Return the peak bytes after each of several possible changes of `chosen`, the row of each item.
+        """Return the peak bytes after each of several changes of `chosen`, a storage option (row) for each item.
 
-        `load` has the bytes at each tick before. `changes` is an array (number of changes, 2) with the new rows of two items, or twice the
-        same row if only one item changes. `columns` are the ticks to look at; None for all.
+        Items are groups of tensors. `load` has the bytes at each tick before. `changes` is an array (number of changes, 2) with the new
+        rows of two items, or twice the same row if only one item changes. `columns` are the ticks to look at; None for all.
         """
         first, second = changes[:, 0], changes[:, 1]
         before, is_pair = chosen[self.item_of], first != second
@@ -410,7 +414,7 @@ class Ledger:
         return self.held[rows] if columns is None else self.held[np.ix_(rows, columns)]
 
     def error(self, chosen: Ints) -> float:
-        """Return the predicted gradient error under `chosen`, the row of each item, summed over items."""
+        """Return the predicted gradient error of `chosen`, a storage option (row) for each group of tensors."""
         return float(self.errors[chosen].sum())
 
 
@@ -434,10 +438,11 @@ def _peak_ticks(spans: Ints, others: Iterable[int]) -> Ints:
 
 
 def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
-    """Return the fewest and the most bytes that can be in memory at each tick, whatever option each item takes.
+    """Return the fewest and the most bytes that can be in memory at each tick, whatever formats are chosen.
 
-    `spans` are the intervals of all options as numbers (`_spans`). The bytes of an item are constant between two ticks at which one of its
-    tensors is allocated or freed, so that each row needs one value for such a stretch of ticks, not one for each tick.
+    `spans` are the intervals of all options as numbers (`_spans`), and `item_of` is the group of each option. The bytes of a group are
+    constant between two ticks at which one of its tensors is allocated or freed, so that each option needs one value for such a stretch of
+    ticks, not one for each tick.
     """
     row, birth, death, nbytes = spans.T
     period = int(ticks.max(initial=0)) + int(death.max(initial=0)) + 2

@@ -56,7 +56,7 @@ Order = Callable[[tuple[Item, ...], int], list[int]]
 class AssignmentPoint:
     """A candidate of `assign`: an option to store each tensor, with the predicted peak and gradient error.
 
-    `chosen` has the row of the ledger (the table of options) for each item, a group of tensors stored alike.
+    `chosen` has, for each group of tensors that are stored alike, its row in the table of options (`Ledger`).
     """
 
     chosen: Ints
@@ -86,9 +86,9 @@ def greedy(ledger: Ledger) -> list[AssignmentPoint]:
 
 
 def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
-    """Return the candidates that arise if items (tensors stored alike) get fewer bits one by one, in this `order`.
+    """Return the candidates that arise if groups of tensors get fewer bits one by one, in this `order`.
 
-    All items get their second option (a row of the ledger) one after the other, then all get their third, and so on.
+    All groups get their second storage option one after the other, then all get their third, and so on.
     """
     chosen = ledger.starts.copy()
     ends = np.append(ledger.starts[1:], len(ledger.errors))
@@ -105,7 +105,10 @@ def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
 
 
 def _point(ledger: Ledger, chosen: Ints, load: Ints) -> AssignmentPoint:
-    """Return the candidate with the rows `chosen`, its peak and error; `load` has its bytes at each operation."""
+    """Return the candidate that stores each group of tensors by its row in `chosen`, with its peak and gradient error.
+
+    `load` has the bytes in memory at each tick (operation).
+    """
     peak_bytes = int(ledger.total(load, chosen).max(initial=0)) + ledger.workspace_bytes
     return AssignmentPoint(chosen.copy(), peak_bytes, ledger.error(chosen))
 
@@ -152,7 +155,7 @@ def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
 def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
     """Return the row of `ledger` (storage option) that lowers the peak most; None if none lowers it.
 
-    `chosen` has the row of each item now, `load` the bytes at each tick.
+    Rows are options to store a group of tensors. `chosen` has each group's row now, `load` the bytes in memory at each tick.
     """
     total, rows = ledger.total(load, chosen), np.arange(len(ledger.errors))
     peak_bytes = int(total.max(initial=0)) + ledger.workspace_bytes
@@ -166,7 +169,8 @@ def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
 def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None:
     """Return the option in `rows` that adds the least error per byte freed at `tick`; None if none frees any.
 
-    An option is a row of `ledger`; `chosen` has the row of each item now. Of equal options, the one that frees most is returned.
+    An option is a row of `ledger`; `chosen` has the row of each group of tensors now. Of equal options, the one that frees most is
+    returned.
     """
     current = chosen[ledger.item_of]
     column = ledger.held[:, tick]
@@ -179,9 +183,10 @@ def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None
 
 
 def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> Ints | int:
-    """Return the bytes that each storage option frees in the temporary memory of torch.optim's step.
+    """Return the bytes that each storage option (row) frees in the temporary memory of torch.optim's step.
 
-    They are 0 unless `tick` is in that step. `chosen` has the row of `ledger` of each item, and `current` the same for each option.
+    They are 0 unless `tick` is in that step. `chosen` has the row of each group of tensors now, `current` the row that each option would
+    replace.
     """
     freed: Ints | int = 0
     full = int(ledger.full_bytes[chosen].sum())
@@ -192,9 +197,9 @@ def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> In
 
 
 def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes: int) -> list[AssignmentPoint]:
-    """Return a candidate with less error than `point`, by wider formats, and a peak of at most `cap_bytes`.
+    """Return a list of one candidate with less error than `point` and a peak within `cap_bytes`, or an empty list.
 
-    The list is empty if no wider format fits. The largest error is lowered first. `load` has the bytes of `point` at each tick.
+    The candidate gives tensors wider formats, the largest error first. `load` has the bytes of `point` at each tick.
     """
     chosen, cap = point.chosen.copy(), cap_bytes - ledger.workspace_bytes
     while (row := _raisable(ledger, chosen, load, cap)) is not None:
@@ -207,7 +212,7 @@ def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes:
 def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
     """Return the row (storage option) that removes most error with a peak within `cap` bytes; None if there is none.
 
-    `chosen` has the row of `ledger` of each item now, and `load` the bytes at each tick; `cap` is without the workspace of libraries.
+    `chosen` has the row of each group of tensors now, and `load` the bytes at each tick; `cap` must leave out the workspace of libraries.
     """
     current = chosen[ledger.item_of]
     gains = ledger.errors[current] - ledger.errors
@@ -268,7 +273,7 @@ class PointFront:
 
 
 def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[AssignmentPoint]:
-    """Return the Pareto front of `points` and of candidates that differ from them in one or two items."""
+    """Return the Pareto front of `points` and of candidates that store one or two groups of tensors otherwise."""
     front = PointFront()
     for point in points:
         front.add(point)
@@ -289,10 +294,10 @@ def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[
 
 
 def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tuple[Ints, Ints, np.ndarray, int]:
-    """Return changes of one or two items that turn `point` into a candidate that could join the front.
+    """Return changes of one or two storage options that turn `point` into a candidate that could join the front.
 
     The result is (changes, peaks after them, errors after them, number of additions to compute them). A change is a pair of rows of the
-    ledger, the new options of two items, or twice the same row if only one item changes.
+    ledger, the new options of two groups of tensors, or twice the same row if only one changes.
     """
     current = point.chosen[ledger.item_of]
     rows = np.flatnonzero(current != np.arange(len(current)))

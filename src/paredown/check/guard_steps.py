@@ -288,7 +288,7 @@ class GuardRunner(SessionGuard):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], plan: Plan) -> None:
-        """Restore what `state_dict()` of a guard returned; `plan` must be the plan at work at that time."""
+        """Restore what `state_dict()` of a guard returned; `plan` must be the plan that was in use then."""
         try:
             memory, actions = GuardState.from_json(state["memory"]), [Action(*row) for row in state["actions"]]
             saved, looks_at_all = state["sensitivities"], bool(state["looks_at_all"])
@@ -324,7 +324,7 @@ def _averaged(errors: Mapping[str, Mapping[str, float]], device: torch.device) -
 
 
 def probe_bytes(trace: Trace, plan: Plan, batch: Any, *, num_examples: int | None = None) -> int:
-    """Return the predicted peak in bytes if a probe runs before an optimizer step.
+    """Return the predicted peak in bytes while a probe measures gradient errors, before an optimizer step.
 
     The probe gets the first `num_examples` of `batch`, or all if it is None.
     """

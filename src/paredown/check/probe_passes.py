@@ -192,7 +192,7 @@ class NoiseMeasurement:
         self._measured: list[NodeEnergies] = []
 
     def backward(self, loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Return the exact gradients of `parameters`, and measure on the way what `errors` computes from."""
+        """Return the exact gradients of `parameters`; measure meanwhile how rounding tensors would change them."""
         handles = [node.register_hook(self._hook(node)) for node in nodes_behind(loss)]
         try:
             return torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)

@@ -129,7 +129,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """Return "same bits", "within the format's bound", "outside" it, or "too coarse to be useful"."""
+        """Return one of the four verdicts: "same bits", within or outside the format's bound, or too coarse."""
         if not self.ok:
             return OUTSIDE_BOUND
         if not any(row.error or row.exact_error for row in self.rows):

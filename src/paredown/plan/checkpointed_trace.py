@@ -140,7 +140,7 @@ def checkpointed_trace(trace: Trace, patterns: tuple[str, ...]) -> Trace:
 
 
 def _with_module(trace: Trace, module: str) -> Trace:
-    """Return the trace with activation checkpointing of the module at the path `module`, too.
+    """Return the trace with the module at the path `module` under activation checkpointing as well.
 
     The last result is cached on the trace, since `assign` adds the same modules one after the other again and again.
     """

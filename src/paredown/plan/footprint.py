@@ -439,12 +439,12 @@ def library_bound(trace: Trace) -> int:
 
 
 def peak_of(trace: Trace, plan: Plan) -> int:
-    """Return the expected peak in bytes of `trace` under `plan`; formats for simulate mode count as if stored."""
+    """Return the expected peak in bytes under `plan`; formats that can only be simulated count as if stored."""
     return _footprint(trace, plan, None).peak_bytes
 
 
 def bound_of(trace: Trace, plan: Plan) -> int:
-    """Return `Footprint.bound_bytes` of the step under `plan`: the bytes that no measured peak was above."""
+    """Return `Footprint.bound_bytes` of the step under `plan`, a bound that no measured peak exceeded."""
     return footprint(trace, plan).bound_bytes
 
 

@@ -169,7 +169,7 @@ def with_minimum(format: Format) -> Format:
 
 
 def is_same_level(format: Format | None, other: Format | None) -> bool:
-    """Return whether `other` is `format`, or the format that replaces it with a minimum for each block."""
+    """Return whether `other` equals `format`, or is its variant with an offset (minimum) for each block."""
     return format == other or (format is not None and other is not None and other in (format, with_minimum(format)))
 
 

@@ -109,7 +109,7 @@ class _TiledStep:
         return replace(self._before, slots=tuple(self._with_weights(slots)), outputs=tuple(outputs))
 
     def _near(self, row: Slot | Output) -> list[int]:
-        """Return the indices of the tiled modules that may change the slot or allocation `row`, as backward runs."""
+        """Return the indices of modules run over pieces that may change a slot or allocation, as backward runs."""
         found = {self._at(self._forward, row.birth), self._at(self._backward, row.birth), self._at(self._backward, row.birth - 1)}
         found |= {self._at(self._backward, row.used)} if isinstance(row, Output) else {self._around(row.module)}
         found |= {self._around(saver.name) for saver in row.savers} if isinstance(row, Slot) else set()
@@ -122,7 +122,7 @@ class _TiledStep:
         return spans[before][1] if before >= 0 and tick <= spans[before][0][1] else -1
 
     def _around(self, name: str) -> int:
-        """Return the index of the module in tiles that contains the module or saved tensor `name`, or -1."""
+        """Return the index of the module run over pieces that contains the module or saved tensor `name`, or -1."""
         parts = CALL.sub("", name.partition(":")[0]).split(".")
         paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
         return next((self._places[path] for path in paths if path in self._places), -1)

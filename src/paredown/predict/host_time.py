@@ -290,7 +290,7 @@ class HostSpeed:
             self._network.step(*self._pair)
 
     def __call__(self, num_steps: int = SPEED_STEPS) -> float:
-        """Return the median time of `num_steps` steps, in times of that at calibration: above 1 for a slower host."""
+        """Return the median time of `num_steps` steps, divided by that at calibration: above 1 for a slower host."""
         with _without_collection():
             _, *steps = [sum(self._network.step(*self._pair)) for _ in range(1 + num_steps)]
         return median(steps) / self._seconds

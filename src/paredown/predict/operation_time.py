@@ -63,7 +63,7 @@ class CallSeconds(NamedTuple):
     """The measured seconds of operations, from which a `Calibration` is made.
 
     `timed` has the device seconds by `operation_key`, 0 if a call cannot be repeated. `issued` has the host time by the name of the
-    operation, in times of an empty operation; `launched` has the host seconds of calls of cuDNN's RNNs, by `operation_key`.
+    operation, as a multiple of that of an empty operation; `launched` has the host seconds of calls of cuDNN's RNNs, by `operation_key`.
     """
 
     timed: dict[str, float]
@@ -163,7 +163,7 @@ def _is_recurrent(operation: Operation) -> bool:
 
 
 def _empty_operations(call: Callable[[], object]) -> float:
-    """Return the host time of `call()`, in times of that of an empty operation."""
+    """Return the host time of `call()` as a multiple of that of an empty operation."""
     return median(_host_seconds(call, ISSUED_CALLS) / empty_operation("cuda", EMPTY_CALLS) for _ in range(ISSUES))
 
 
@@ -219,7 +219,7 @@ def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
 def _seconds(operation: Operation, device: str) -> tuple[float, float | None] | None:
     """Return the measured (device seconds, host time) of a call; None if it cannot be repeated here.
 
-    The host time is in times of an empty operation; for RNNs it is in seconds, and on the CPU it is None.
+    The host time is a multiple of that of an empty operation; for RNNs it is in seconds, and on the CPU it is None.
     """
     try:
         call = repeated_call(operation, device)
