@@ -217,7 +217,7 @@ class Planning:
         return bound_of if self.keeps_margin else peak_of
 
     def has(self, planned: Footprint) -> bool:
-        """Return whether the footprint `planned` is within the budget, including the margin if one is kept."""
+        """Return whether the predicted peak of `planned`, with the margin if one is kept, is at most `within_bytes`."""
         return (planned.bound_bytes if self.keeps_margin else planned.peak_bytes) <= self.within_bytes
 
 
@@ -337,7 +337,8 @@ def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: 
     """Return the plan for the formats and layers in `solution`; raise BudgetError if its footprint is over budget.
 
     The footprint also includes the margin for memory that is not predicted, unless the plan quantizes nothing (assignment/speed.py). `kept`
-    is a plan whose modules in tiles and offloaded tensors are kept; tensors that are not packed are dropped from the offloaded ones.
+    is a plan whose modules that run over pieces of the sequence, and whose offloaded tensors, are kept; tensors that are not packed are
+    dropped from the offloaded ones.
     """
     problem, point, layers = solution
     is_exact = problem.ladder == UNMODIFIED

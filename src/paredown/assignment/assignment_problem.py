@@ -230,7 +230,7 @@ def _named(
 
 
 def _pattern(name: str) -> str:
-    """Return a slot's name with `*` in place of its first number; "" if it has no number, or contains wildcards.
+    """Return a tensor's name with `*` in place of its first number; "" if it has no number, or contains wildcards.
 
     >>> _pattern("layers.11.mlp.2:input"), _pattern("head:input")
     ('layers.*.mlp.2:input', '')

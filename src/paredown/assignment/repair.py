@@ -88,7 +88,7 @@ class RepairTerms:
 
 
 def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Collection[str] = ()) -> RepairedPlan:
-    """Return a plan with wider formats for the saved tensors `raised`, and narrower ones for others if they must pay.
+    """Return a plan with wider formats for the tensors `raised`, and if the budget needs it, narrower ones for others.
 
     `raised` lists names, the largest error first; if the budget does not allow all, the last ones are refused. Tensors in `keeps` get no
     fewer bits than now.
@@ -149,7 +149,7 @@ class RepairState:
 
     @staticmethod
     def of(plan: Plan, terms: RepairTerms) -> RepairState:
-        """Return the arrays for the formats of `plan`, with the options that `terms` allow."""
+        """Return the storage options of all tensors under `terms`, and those that `plan` takes, as arrays."""
         trace, levels, measured = planned_step(terms.trace, plan), terms.levels, terms.sensitivities
         error_of = role_table_error if measured is None else measured_error(trace, measured, levels)
         chosen = slot_storages(trace, plan)
@@ -271,7 +271,7 @@ def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf)
 
 
 def _parameters(trace: Trace, plan: Plan) -> Item:
-    """Return all weights, gradients and optimizer state as one item with one option; repairs do not change them."""
+    """Return all weights, gradients and optimizer state as one group of tensors with one option: as now."""
     held = list(model_memory(replace(trace, outputs=()), plan))
     for interval in unowned(trace):
         held.remove(interval)

@@ -105,7 +105,7 @@ class Sensitivities:
         return row[text] if text in row else _interpolated(row, text)
 
     def known(self, names: Iterable[str]) -> list[str]:
-        """Return those of `names` (slots of a trace) whose errors were probed."""
+        """Return those of `names` (tensors of a trace) whose errors were probed."""
         return [name for name in names if self.errors.get(name)]
 
     def __len__(self) -> int:
@@ -143,7 +143,7 @@ class Sensitivities:
 
 
 def _row(name: str, row: Any) -> dict[str, float]:
-    """Return the checked errors of the slot `name`, with the canonical text of each format as key."""
+    """Return the checked gradient errors of the tensor `name` by format, in the canonical text of each format."""
     if not is_text(name):
         raise PlanError(f"sensitivities are {{slot: {{format: error}}}}; the name of a slot is text, not {brief(name)}.")
     if not isinstance(row, Mapping):

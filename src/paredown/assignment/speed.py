@@ -84,7 +84,7 @@ class Preference:
     def allowed_error(self, accurate: Solution) -> float:
         """Return the largest predicted error that a quicker plan may have.
 
-        `accurate` is the solution for prefer="accuracy"; unless the user gave an allowance, its error times 1.1 is allowed.
+        `accurate` has the formats and layers for prefer="accuracy"; unless the user gave an allowance, its error times 1.1 is allowed.
         """
         return ALLOWANCE_FACTOR * accurate[1].error if self.error_allowance is None else float(self.error_allowance)
 

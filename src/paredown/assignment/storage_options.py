@@ -100,7 +100,7 @@ class StorageOption:
 
     @property
     def total(self) -> int:
-        """Return the bytes that this option holds, summed over all operations of the step."""
+        """Return the bytes that the tensors hold under this option, summed over all operations of the step."""
         return sum(i.nbytes * (i.death - i.birth + 1) for i in self.held)
 
 
@@ -206,7 +206,7 @@ def _option(slots: tuple[Slot, ...], chosen: dict[str, SlotStorage], error_of: E
 
 
 def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
-    """Return options by rising error; of options with equal error, those with more bytes first."""
+    """Return options to store a group of tensors by rising error; of equal error, those with more bytes first."""
     return sorted(options, key=lambda option: (option.error, -option.total))
 
 
@@ -216,7 +216,7 @@ def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
 def parameter_items(
     trace: Trace, rows: Rows = TIER_ROWS, *, frozen_rows: Rows = FROZEN_ROWS, known: KnownItems | None = None
 ) -> Iterator[Item]:
-    """Yield an item for each parameter with its gradient, moments and casts, with the options to store them.
+    """Yield a group for each parameter, with its gradient, moments and casts, and the options to store all of them.
 
     `rows` are the ways to store a parameter, each as {role: format}, and `frozen_rows` those for a parameter that is not trained. `known`
     caches items for other traces that share parameters with this trace.
@@ -368,7 +368,7 @@ class Ledger:
         return self.base + self.held[chosen].sum(axis=0)
 
     def changed_load(self, load: Ints, before: Ints, after: Ints) -> Ints:
-        """Return the bytes in memory at each tick under the options `after`; `load` has those under `before`."""
+        """Return the bytes in memory at each operation under the options `after`; `load` has those under `before`."""
         items = np.flatnonzero(before != after)
         return load + self.held[after[items]].sum(axis=0) - self.held[before[items]].sum(axis=0)
 
@@ -391,8 +391,8 @@ class Ledger:
     def changed_peaks(self, chosen: Ints, load: Ints, changes: Ints, columns: Ints | None = None) -> Ints:
         """Return the peak bytes after each of several changes of `chosen`, a storage option (row) for each item.
 
-        Items are groups of tensors. `load` has the bytes at each tick before. `changes` is an array (number of changes, 2) with the new
-        rows of two items, or twice the same row if only one item changes. `columns` are the ticks to look at; None for all.
+        Items are groups of tensors. `load` has the bytes at each operation before. `changes` is an array (number of changes, 2) with the
+        new rows of two items, or twice the same row if only one item changes. `columns` are the operations to look at; None for all.
         """
         first, second = changes[:, 0], changes[:, 1]
         before, is_pair = chosen[self.item_of], first != second
@@ -423,7 +423,7 @@ def _tick_slice(ticks: Ints, birth: int, death: int) -> slice:
 
 
 def _spans(rows: Sequence[Sequence[Interval]], allocated: Allocated) -> Ints:
-    """Return the intervals in which options hold memory as an array (intervals, 4): row, first and last tick, bytes."""
+    """Return when storage options hold memory, as an array (intervals, 4): row, first and last operation, bytes."""
     flat = [(r, i.birth, i.death, i.nbytes, i.role not in STAYING) for r, row in enumerate(rows) for i in row]
     spans = np.array(flat, dtype=np.int64).reshape(-1, 5)
     spans[:, 3] = allocated(spans[:, 3], comes_and_goes=spans[:, 4] != 0)
@@ -438,11 +438,11 @@ def _peak_ticks(spans: Ints, others: Iterable[int]) -> Ints:
 
 
 def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
-    """Return the fewest and the most bytes that can be in memory at each tick, whatever formats are chosen.
+    """Return the fewest and the most bytes that can be in memory at each operation, whatever formats are chosen.
 
-    `spans` are the intervals of all options as numbers (`_spans`), and `item_of` is the group of each option. The bytes of a group are
-    constant between two ticks at which one of its tensors is allocated or freed, so that each option needs one value for such a stretch of
-    ticks, not one for each tick.
+    `spans` are the intervals of all storage options as numbers (`_spans`), and `item_of` is the group of tensors of each option. The bytes
+    of a group are constant between two ticks (operations) at which one of its tensors is allocated or freed, so that each option needs one
+    value for such a stretch of ticks, not one for each tick.
     """
     row, birth, death, nbytes = spans.T
     period = int(ticks.max(initial=0)) + int(death.max(initial=0)) + 2
@@ -461,11 +461,11 @@ def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
 
 
 def _at_ticks(reduce: np.ufunc, cells: Ints, stretch_of: Ints, stretches: Ints, period: int) -> Ints:
-    """Return the fewest or most bytes that can be in memory at each tick, if `reduce` is np.minimum or np.maximum.
+    """Return the fewest or most bytes that can be in memory at each operation, if `reduce` is np.minimum or np.maximum.
 
-    `cells` has, for each row (option of an item), its bytes in each stretch of ticks in which the bytes of the item are constant.
-    `stretch_of` is the index of each cell's stretch in `stretches`, where a stretch is the number of its item times `period` plus its first
-    tick.
+    `cells` has, for each row (option to store a group of tensors), its bytes in each stretch of ticks in which the bytes of the group are
+    constant. `stretch_of` is the index of each cell's stretch in `stretches`, where a stretch is the number of its group times `period`
+    plus its first tick.
     """
     bytes_of = np.zeros(len(stretches), dtype=np.int64)
     bytes_of[stretch_of] = cells  # of any row

@@ -86,7 +86,7 @@ def greedy(ledger: Ledger) -> list[AssignmentPoint]:
 
 
 def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
-    """Return the candidates that arise if groups of tensors get fewer bits one by one, in this `order`.
+    """Return the candidates for a plan that arise if groups of tensors get fewer bits one by one, in this `order`.
 
     All groups get their second storage option one after the other, then all get their third, and so on.
     """
@@ -155,7 +155,7 @@ def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
 def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
     """Return the row of `ledger` (storage option) that lowers the peak most; None if none lowers it.
 
-    Rows are options to store a group of tensors. `chosen` has each group's row now, `load` the bytes in memory at each tick.
+    Rows are options to store a group of tensors. `chosen` has each group's row now, `load` the bytes in memory at each operation.
     """
     total, rows = ledger.total(load, chosen), np.arange(len(ledger.errors))
     peak_bytes = int(total.max(initial=0)) + ledger.workspace_bytes
@@ -199,7 +199,7 @@ def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> In
 def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes: int) -> list[AssignmentPoint]:
     """Return a list of one candidate with less error than `point` and a peak within `cap_bytes`, or an empty list.
 
-    The candidate gives tensors wider formats, the largest error first. `load` has the bytes of `point` at each tick.
+    The candidate gives tensors wider formats, the largest error first. `load` has the bytes of `point` at each operation.
     """
     chosen, cap = point.chosen.copy(), cap_bytes - ledger.workspace_bytes
     while (row := _raisable(ledger, chosen, load, cap)) is not None:
@@ -212,7 +212,8 @@ def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes:
 def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
     """Return the row (storage option) that removes most error with a peak within `cap` bytes; None if there is none.
 
-    `chosen` has the row of each group of tensors now, and `load` the bytes at each tick; `cap` must leave out the workspace of libraries.
+    `chosen` has the row of each group of tensors now, and `load` the bytes at each operation; `cap` must leave out the workspace of
+    libraries.
     """
     current = chosen[ledger.item_of]
     gains = ledger.errors[current] - ledger.errors
@@ -254,7 +255,7 @@ class PointFront:
         return True
 
     def has(self, point: AssignmentPoint) -> bool:
-        """Return whether the candidate `point` is on the front."""
+        """Return whether `point`, a candidate for a plan, is on the front."""
         index = bisect_right(self._peaks, point.peak_bytes)
         return bool(index) and self.points[index - 1] is point
 
@@ -265,7 +266,7 @@ class PointFront:
         return np.flatnonzero(errors < error_to_beat)
 
     def promising(self, peaks: Ints, errors: np.ndarray) -> Ints:
-        """Return the indices of candidates with these peaks and errors that no point or other candidate beats."""
+        """Return the indices of candidates with these peaks and errors that neither the front nor others beat."""
         better = self.could_add(peaks, errors)
         better = better[np.lexsort((errors[better], peaks[better]))]
         lowest = np.minimum.accumulate(np.append(np.inf, errors[better]))[:-1]
@@ -273,7 +274,7 @@ class PointFront:
 
 
 def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[AssignmentPoint]:
-    """Return the Pareto front of `points` and of candidates that store one or two groups of tensors otherwise."""
+    """Return the Pareto front (peak, error) of `points` and of variants with one or two storage options changed."""
     front = PointFront()
     for point in points:
         front.add(point)
@@ -321,7 +322,7 @@ def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tu
 
 
 def _highest_ticks(total: Ints) -> Ints:
-    """Return the index of the largest value of `total` (bytes by tick) in each of BOUND_TICKS parts of equal length."""
+    """Return the operation with the most bytes in memory in each of BOUND_TICKS equal parts of the step."""
     stretch = -(-max(len(total), 1) // BOUND_TICKS)
     return np.array([start + total[start : start + stretch].argmax() for start in range(0, len(total), stretch)], dtype=np.int64)
 
@@ -331,7 +332,7 @@ def _highest_ticks(total: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class AssignMethod:
-    """A method of `assign`, such as "size" or "role": how it finds candidates, and what it may quantize.
+    """A method of `assign`, such as "size" or "role": how it finds formats, and which tensors it may quantize.
 
     `order` sorts the groups of tensors that get fewer bits one by one; None means a greedy search. `eligible` returns the names of
     activations that may be quantized; None means all.
@@ -422,7 +423,7 @@ def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -
 
 
 def _probed_name(slot: Slot, sensitivities: Sensitivities) -> str | None:
-    """Return the name of a slot in `sensitivities`, its own or that of an operation that saved it, or None."""
+    """Return the name of a tensor in `sensitivities`, its own or that of an operation that saved it, or None."""
     return next(iter(sensitivities.known((slot.name, *slot.names))), None)
 
 

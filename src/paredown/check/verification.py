@@ -111,7 +111,7 @@ class Verification:
     """The result of `verify`: the relative error of each gradient under a plan, and the saved tensors at fault.
 
     `reason` explains `tolerance`, the largest allowed error. `exact_tolerance` is that of the plan with all formats replaced by fp32; it is
-    0 if two runs of the unmodified step give the same bits and no module runs in tiles.
+    0 if two runs of the unmodified step give the same bits and no module runs over pieces of the sequence.
     """
 
     model: str

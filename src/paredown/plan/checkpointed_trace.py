@@ -154,7 +154,7 @@ def _with_module(trace: Trace, module: str) -> Trace:
 
 
 def _span(trace: Trace, module: str) -> CheckpointSpan | str:
-    """Return the ticks at which `module` runs, or a sentence on why it cannot be checkpointed."""
+    """Return the first and last operations (ticks) of `module`, or a sentence on why it cannot be checkpointed."""
     outputs = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
     start, end = min(o.birth for o in outputs), max(o.birth for o in outputs)
     weights = [slot for slot in trace.of(Role.WEIGHT) if is_inside(slot.module, module)]
@@ -171,7 +171,7 @@ def _span(trace: Trace, module: str) -> CheckpointSpan | str:
 
 
 def _needed_at(slots: Iterable[Slot], span: CheckpointSpan, backward_at: int) -> list[int]:
-    """Return the ticks at which backward reads saved data of `slots` that only the checkpointed module needs."""
+    """Return the operations (ticks) at which backward reads saved data of `slots` that only the module needs."""
     parts = [part for slot in slots if slot.birth >= span.start for part in _own_parts(slot, span)]
     return [first for part in parts for first, _ in part.decoded if first > backward_at]
 
@@ -316,7 +316,7 @@ def _last_read(slot: Slot) -> int:
 
 
 def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
-    """Return the slot of a module's result, which later operations saved, and the allocation of its copy."""
+    """Return the stored tensor (slot) of a module's result, which later operations saved, and its copy in backward."""
     savers = tuple(saver for saver in slot.savers if not span.has(saver.name))
     own_parts = _own_parts(slot, span)
     end = max((part.released for part in own_parts), default=span.backward_start)
@@ -337,15 +337,15 @@ def _extended(output: Output, span: CheckpointSpan) -> Output:
 
 
 def _weight_used_twice(weight: Slot, span: CheckpointSpan, complete: int) -> Slot:
-    """Return the slot of a weight that the checkpointed module reads in both of its forward passes.
+    """Return the entry of a weight that the checkpointed module reads in both of its forward passes.
 
-    If it is packed, it is decoded for the second one until the tick `complete`, at which its gradient is complete.
+    If it is packed, it is decoded for the second one until the operation `complete`, at which its gradient is complete.
     """
     return replace(weight, running=(*weight.running, (span.backward_start, max(span.backward_start, complete))))
 
 
 def _cast_used_twice(trace: Trace, cast: Slot, span: CheckpointSpan, *, is_trained: bool) -> Slot:
-    """Return the slot of a weight's copy in autocast's dtype, which both forward passes of the module make.
+    """Return the entry of a weight's copy in autocast's dtype, which both forward passes of the module make.
 
     Autocast caches the copies of trained weights until its context ends; others are freed earlier.
     """
@@ -407,9 +407,9 @@ class _SecondPass:
             )
 
     def _part(self, slot: Slot, part: Part, read: int) -> Part:
-        """Return the packed data `part` of `slot` with the ticks at which the second forward pass packs and reads it.
+        """Return the packed data `part` of `slot` with the times at which the second forward pass packs and reads it.
 
-        `read` is the tick at which the first forward pass reads the tensor last.
+        `read` is the time (tick) at which the first forward pass reads the tensor last.
         """
         at = self.span.backward_start
         packed = at + (min(part.packed, read) > self.moment)
@@ -425,9 +425,9 @@ def _is_packed_again(slot: Slot) -> bool:
 
 
 def _in_8_bits(slot: Slot, read: int) -> list[tuple[int, int]]:
-    """Return the changes of memory, as (tick, bytes), if the tensor is packed in 8 bits when it is saved.
+    """Return the changes of memory, as (operation, bytes), if the tensor is packed in 8 bits when it is saved.
 
-    `read` is the tick at which the module's first forward pass reads it last.
+    `read` is the operation of the module's first forward pass that reads it last.
     """
     share = SHARE_IN_8_BITS * 2 / FLOAT_BYTES.get(slot.dtype, 2)
     first = min(read, *(part.packed for part in slot.parts))
@@ -435,9 +435,9 @@ def _in_8_bits(slot: Slot, read: int) -> list[tuple[int, int]]:
 
 
 def _largest(changes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return the tick at which the running sum of `changes`, pairs (tick, bytes), is largest, and that sum.
+    """Return the time at which the running sum of `changes`, pairs (time, bytes), is largest, and that sum.
 
-    Changes of the same tick are added before the sum is compared.
+    Changes at the same time are added before the sum is compared.
 
     >>> _largest([(3, 10), (5, -10), (5, 4), (6, 3)])
     (3, 10)

@@ -211,7 +211,7 @@ def _ddp_memory(trace: Trace, plan: Plan, shared: Distribution) -> Iterator[Inte
 
 
 def _buckets(gradients: Iterable[Slot]) -> Iterator[tuple[int, int]]:
-    """Yield (bytes, tick) of each bucket of DistributedDataParallel, with the tick at which backward has filled it.
+    """Yield (bytes, time) of each bucket of DistributedDataParallel; backward has filled it at that operation (tick).
 
     Gradients fill buckets in the order in which backward computes them.
     """
@@ -260,8 +260,8 @@ def _moment(moment: Slot, plan: Plan, shards: _Shards) -> int:
 class _Unit:
     """A module under `fully_shard`: its gradients, its parameters' bytes (`values`), and the ticks at which it runs.
 
-    `buffer` is the bytes of the buffer for its all-gather. `forward` and `backward` are its first and last tick in each, None if it does
-    not run there.
+    `buffer` is the bytes of the buffer for its all-gather. `forward` and `backward` are its first and last operation (tick) in each, None
+    if it does not run there.
     """
 
     name: str

@@ -172,7 +172,7 @@ class Footprint:
 
     @cached_property
     def bound_bytes(self) -> int:
-        """Return the expected peak plus the margin that `assign` keeps; no measured peak was above this number."""
+        """Return the expected peak plus a margin for memory that is not predicted; no measured peak was above it."""
         step, allocator = step_under(self.trace, self.plan), DEVICES[self.trace.device]
         flags = {"is_compiled": step.is_compiled}
         held = (i._replace(nbytes=allocator.bound(i.nbytes, comes_and_goes=i.role not in STAYING, **flags)) for i in self._held)

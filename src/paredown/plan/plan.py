@@ -206,7 +206,7 @@ class Plan:
 
     @property
     def changes_nothing(self) -> bool:
-        """Return whether the plan is the baseline: it has no rules, checkpointing, tiles or 8-bit products."""
+        """Return whether the plan is the baseline: it has no rules, 8-bit products, checkpointing or pieces (tiles)."""
         return not self.rules and not self.recompute and not self.products and not self.tiles
 
     @property
@@ -445,7 +445,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON value; a rule is [key, {format, rounding, overflow}].
 
-        A plan with products, tiles or offloaded slots has a newer version number, so that older programs refuse it.
+        A plan with newer settings (8-bit products, `tiles`, `offload`) has a newer version number, so that older programs refuse it.
         """
         rules = [[key, assignment.to_json()] for key, assignment in self.rules]
         is_old = self.offload in ((), CHECKPOINT_INPUTS)  # then older versions can read it

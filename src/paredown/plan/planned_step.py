@@ -152,9 +152,9 @@ def saving_layers(step: Trace, plan: Plan) -> list[tuple[str, Layer]]:
 
 
 def offloaded_trace(step: Trace, plan: Plan) -> Trace:
-    """Return the trace with `Part.away` set: the ticks between which offloaded values are in host memory only.
+    """Return the trace with `Part.away` set: the operations between which packed values are in host memory only.
 
-    Values that are packed while backward runs, by second forward passes of checkpointed layers, stay on the GPU.
+    `plan.offload` names the values. Values that second forward passes of checkpointed layers pack, while backward runs, stay on the GPU.
     """
     layers = [layer for _, layer in saving_layers(step, plan)]
     storages, first_read = slot_storages(step, plan) if layers else {}, dict[str, int]()

@@ -102,7 +102,7 @@ class Selector:
         return SelectorRank.NONE
 
     def say(self) -> str:
-        """Return the selector in words, such as "weight slots like 'layer3.*'"."""
+        """Return the selector in words for messages, such as "weight slots like 'layer3.*'"."""
         if self.name is None:
             return str(self)
         role = f"{self.role.value} " if self.role else ""
@@ -188,7 +188,7 @@ def closest(text: str, names: Iterable[str]) -> str:
 
 
 def say_closest(key: Selector, slots: Iterable[NamesAndRole]) -> str:
-    """Return a sentence for an error message with the slot names that are most similar to a rule's key."""
+    """Return a sentence for an error message with the tensor names that are most similar to a rule's key."""
     names = {name: None for names, role in slots if key.role in (None, role) for name in names}  # in order, each once
     role_word = f"{key.role.value} " if key.role else ""
     if not names:
@@ -225,7 +225,7 @@ OFFLOADED_SLOTS = "offload is a list of slots by name or pattern, such as ['laye
 
 
 def checked_names(names: Any, what: str) -> tuple[str, ...]:
-    """Return `names` (of slots or modules, or patterns) as a tuple; raise PlanError for other types."""
+    """Return `names` (of tensors or modules, or patterns) as a tuple; raise PlanError for other types."""
     texts: tuple[Any, ...] = tuple(names) if isinstance(names, tuple | list) else (names,)
     if isinstance(names, str) or not all(isinstance(text, str) and text for text in texts):
         raise PlanError(f"{what}, not {brief(names)}.")

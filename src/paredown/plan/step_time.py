@@ -109,7 +109,7 @@ def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibra
 
 
 def added_time(step: Trace, plan: Plan, calibration: Calibration) -> StepTime:
-    """Return the time that packing, checkpointing, tiles and copies to host memory under `plan` add to a step.
+    """Return the time that packing, checkpointing, pieces (tiles) and copies to host memory under `plan` add to a step.
 
     The optimizer's time is not included.
     """

@@ -109,7 +109,7 @@ class _TiledStep:
         return replace(self._before, slots=tuple(self._with_weights(slots)), outputs=tuple(outputs))
 
     def _near(self, row: Slot | Output) -> list[int]:
-        """Return the indices of modules run over pieces that may change a slot or allocation, as backward runs."""
+        """Return the indices of modules run over pieces that may change a tensor or allocation, as backward runs."""
         found = {self._at(self._forward, row.birth), self._at(self._backward, row.birth), self._at(self._backward, row.birth - 1)}
         found |= {self._at(self._backward, row.used)} if isinstance(row, Output) else {self._around(row.module)}
         found |= {self._around(saver.name) for saver in row.savers} if isinstance(row, Slot) else set()
@@ -128,7 +128,7 @@ class _TiledStep:
         return next((self._places[path] for path in paths if path in self._places), -1)
 
     def _unsaved_inputs(self, slots: list[Slot], outputs: list[Output]) -> list[Slot]:
-        """Return new slots for inputs of modules that are saved only because of tiles; `outputs` get their names."""
+        """Return new slots (tensors): inputs saved only since modules run over pieces; name them in `outputs`."""
         number = max((slot.storage for slot in slots), default=-1)
         missing = set(self._places) - {saver.name.partition(":")[0] for slot in slots for saver in slot.savers if saver.op == TILES}
         found: list[Slot] = []
@@ -168,16 +168,16 @@ def _pieces(module: TokenModule, length: int) -> Iterator[Output]:
 
 
 def _second_pass(module: TokenModule) -> tuple[int, int]:
-    """Return the first and last tick of backward at which the pieces of `module` run.
+    """Return the first and last operation (tick) of backward while the pieces of `module` run.
 
-    The first tick of the module's backward is left out, since the layer around the module may run again in it.
+    The first one of the module's backward is left out, since the layer around the module may run again in it.
     """
     first, last = module.backward
     return min(first + 1, last), last
 
 
 def _output(output: Output, module: TokenModule) -> Output | None:
-    """Return the allocation `output` as it is if `module` runs in tiles; None if it is inside of the module."""
+    """Return the allocation `output` as it is if `module` runs over pieces of the sequence; None if it is inside."""
     (start, end), (first, last) = module.forward, module.backward
     if output.phase == "forward" and start <= output.birth <= end:
         return replace(output, birth=start) if output.death > end else None  # the module's output
@@ -210,7 +210,7 @@ def _slot(slot: Slot, module: TokenModule, length: int) -> Slot | Output | None:
 
 
 def _made_inside(slot: Slot, module: TokenModule) -> Slot | Output | None:
-    """Return the tensor `slot`, created in `module`, as it is with tiles; None unless it is the module's output."""
+    """Return the tensor `slot`, created in `module`, as it is if pieces run; None unless it is the module's output."""
     start, end = module.forward
     savers = tuple(saver for saver in slot.savers if not is_of(saver.name, module.path))
     if savers:
@@ -222,7 +222,7 @@ def _made_inside(slot: Slot, module: TokenModule) -> Slot | Output | None:
 
 
 def _saved_input(slot: Slot, module: TokenModule) -> Slot:
-    """Return the slot of the module's input, which tiles store unmodified until the module's backward is done."""
+    """Return the saved tensor (slot) of an input, stored unmodified until `module` has run backward over its pieces."""
     others = tuple(saver for saver in slot.savers if not is_of(saver.name, module.path))
     parts = tuple(part for part in slot.parts if any(saver.use is part.use for saver in others))
     saver, part = _saver(module), _part(module)
@@ -234,7 +234,7 @@ def _saved_input(slot: Slot, module: TokenModule) -> Slot:
 
 
 def _input_of(output: Output, module: TokenModule, storage: int) -> Slot:
-    """Return a new slot for `output`, an input of `module` that is saved only because of tiles."""
+    """Return a saved tensor (slot) for `output`, an input of `module` that is saved only since it runs over pieces."""
     of_output = output.shape, output.dtype, output.nbytes, output.birth, max(output.death, module.backward[1])
     saver, dropped = _saver(module), max(output.death, module.forward[1])
     rest = prod(output.shape), storage, dropped, (saver,), (_part(module),)

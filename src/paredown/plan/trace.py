@@ -208,8 +208,8 @@ class TokenModule:
     """A module that a step calls once, and the memory that it takes if it runs over pieces of the sequence.
 
     `whole` is the reason why it cannot run in pieces, "" if it can. `tokens` is the length of the sequence; `forward` and `backward` are
-    its first and last tick there. `in_forward` and `in_backward` give the bytes inside while pieces run, without its input, output and
-    their gradients.
+    its first and last operation (tick) there. `in_forward` and `in_backward` give the bytes inside while pieces run, without its input,
+    output and their gradients.
     """
 
     path: str
@@ -351,7 +351,7 @@ def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Res
 
 
 def _once(slots: tuple[Slot, ...]) -> list[Slot]:
-    """Return the slots with only one for each torch storage, so that shared bytes count once."""
+    """Return `slots` with only one of those that share a torch storage, so that shared bytes count once."""
     seen: set[int] = set()
     return [slot for slot in slots if slot.storage == -1 or not (slot.storage in seen or seen.add(slot.storage))]
 

@@ -246,9 +246,9 @@ class GraphCapture:
         return begin
 
     def _register(self, outputs: Sequence[Any], gm: fx.GraphModule, begin: int, held: dict[str, Allocation]) -> None:
-        """Record the outputs of a call of `gm`, which began at the tick `begin`, as allocations.
+        """Record the outputs of a call of `gm`, which began at the time (tick) `begin`, as allocations.
 
-        Outputs that forward also saves are entered in `held` by node; they become slots of the trace later.
+        Outputs that forward also saves for backward are entered in `held` by node; they become saved tensors of the trace later.
         """
         timeline, end = self.step.timeline, self.step.timeline.current_tick
         memory = GraphMemory(gm.graph)

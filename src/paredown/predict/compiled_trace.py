@@ -78,7 +78,7 @@ class GraphTimes:
         return {buffer: allocation for buffer, allocation in pairs if buffer is not None}
 
     def held_until(self, buffer: Buffer) -> int:
-        """Return the tick at which the caller of the graph frees `buffer`, an output; 0 for any other buffer."""
+        """Return the time (tick) at which the caller of the graph frees `buffer`, an output; 0 for other buffers."""
         allocation = self.returned().get(buffer)
         return 0 if allocation is None else self.end if allocation.death is None else allocation.death
 
@@ -90,7 +90,7 @@ class GraphTimes:
         return self.reads_of(self.placeholder(node))
 
     def decoded(self, node: fx.Node) -> tuple[int, int]:
-        """Return the first and last tick at which backward decodes the tensor of `node` if forward saves it packed.
+        """Return the first and last time (tick) at which backward decodes the tensor of `node` if it is packed.
 
         Comparisons with its values do not count, since forward stores their results as masks.
         """
@@ -102,7 +102,7 @@ class GraphTimes:
         return (self.call.backward_at + times[0], self.call.backward_at + times[-1]) if times else (first, last)
 
     def reads_of(self, node: fx.Node | None) -> tuple[int, int]:
-        """Return the first and last tick at which backward reads `node`, a node of the backward graph."""
+        """Return the first and last time (tick) at which backward reads `node`, a node of the backward graph."""
         if self.backward is None or node is None or self.call.backward_at < 0:
             return self.end, self.end
         times = self.backward.reads(node) or [0]
@@ -267,7 +267,7 @@ def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
 
 
 def _without_small(made: dict[fx.Node, Slot]) -> dict[fx.Node, Slot]:
-    """Return the slots `made`, with the smallest marked as unmodified, since sessions on a GPU do not pack them."""
+    """Return the saved tensors `made`, the smallest marked as unmodified, since sessions on a GPU do not pack them."""
     sizes = {node: slot.nbytes for node, slot in made.items() if slot.parts and slot.parts[0].use is Use.VALUE}
     largest = max_left_bytes(list(sizes.values()))
     small = {node for node, nbytes in sizes.items() if nbytes <= largest}
@@ -346,7 +346,7 @@ def with_unique_names(slots: list[Slot]) -> list[Slot]:
 
 
 def _temporaries(memory: GraphMemory, begin: int, phase: str) -> Iterator[Output]:
-    """Yield an allocation for each buffer that lives only within one call of a graph; it begins at the tick `begin`."""
+    """Yield an allocation for each buffer that lives only within one call of a graph; it begins at the time `begin`."""
     for buffer in memory.buffers:
         if buffer.is_output or buffer.birth < 0:
             continue
@@ -391,7 +391,7 @@ def compiled_trace(base: Trace, capture: GraphCapture, decoded: Collection[str] 
 
 
 def _frozen_weights(base: Trace, decoded: Collection[str]) -> Iterator[Slot]:
-    """Yield the slots of `base`, with frozen weights as compiled graphs store them.
+    """Yield the tensors (slots) of `base`, with frozen weights as compiled graphs store them.
 
     Those in `decoded` may be packed. The largest has a decoded copy during the whole step, an upper bound: graphs decode one at a time.
     """

@@ -40,8 +40,8 @@ OUTSIDE = "it is outside of the model"
 class StoredPart:
     """The packed data of a saved tensor for one use in backward, such as values or signs, in a traced step.
 
-    `handles` counts how often autograd holds it. `packed` and `released` are the ticks at which it is packed and freed. If it is integers,
-    all are below `bound`, which is None if unknown.
+    `handles` counts how often autograd holds it. `packed` and `released` are the times (ticks) at which it is packed and freed. If it is
+    integers, all are below `bound`, which is None if unknown.
     """
 
     use: Use
@@ -54,7 +54,7 @@ class StoredPart:
 
 @dataclass(eq=False)
 class SavedStorage:
-    """A torch storage, or a small view of one, that operations saved for backward; it becomes one slot of the trace."""
+    """A torch storage, or a small view of one, that operations saved for backward: one saved tensor of the trace."""
 
     allocation: Allocation
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class SavedStorage:
 
     @property
     def first(self) -> int:
-        """Return the index in `savers` of the operation that names the slot: the first that needs values, else 0."""
+        """Return the index in `savers` of the operation that names the tensor: the first that needs values, else 0."""
         return next((i for i, saver in enumerate(self.savers) if saver.use is Use.VALUE), 0)
 
 
@@ -293,9 +293,9 @@ def reason_not_packed(saved: Saved, unit: SavedStorage) -> str:
 
 
 def slots_of(recorder: Recorder, names: dict[Allocation, str], end: int) -> list[Slot]:
-    """Return the slots of a trace for all saved storages, and for all casts of weights that backward needs.
+    """Return the trace's entries for all saved storages, and for all casts of weights that backward needs.
 
-    `names` maps the allocations of weights to their names. `end` is the last tick of the step.
+    `names` maps the allocations of weights to their names. `end` is the time at which the step ends.
     """
     numbers: dict[Allocation, int] = {}
     slots = [_slot(unit, numbers.setdefault(unit.allocation, len(numbers)), end) for unit in recorder.units]
@@ -322,7 +322,7 @@ def slots_of(recorder: Recorder, names: dict[Allocation, str], end: int) -> list
 
 
 def held_slots(held: Iterable[Allocation], end: int) -> list[Slot]:
-    """Return a slot for each of the allocations `held`, which exist before backward outside of autograd's graph."""
+    """Return the trace's entries of the allocations `held`, which exist before backward outside of autograd's graph."""
     counts: Counter[str] = Counter()
     slots: list[Slot] = []
     for number, allocation in enumerate(held):
@@ -375,7 +375,7 @@ def _slot(unit: SavedStorage, number: int, end: int) -> Slot:
 
 
 def _baseline_death(dropped: int, parts: tuple[Part, ...]) -> int:
-    """Return the tick at which a saved tensor is freed in the baseline; `dropped` is that if it is packed."""
+    """Return the time at which a saved tensor is freed in the baseline; `dropped` is that if it is packed."""
     return max([dropped, *(part.released for part in parts), *(end for part in parts for _, end in part.decoded)])
 
 

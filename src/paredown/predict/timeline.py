@@ -241,11 +241,11 @@ class Timeline(TorchDispatchMode):
             self._is_paused = before
 
     def live(self) -> list[Allocation]:
-        """Return the allocations that exist at the current tick."""
+        """Return the allocations that exist now."""
         return list(self._live.values())
 
     def record_free(self, cdata: int) -> None:
-        """Record that a storage was freed at the current tick; `cdata` is the address of its C++ object."""
+        """Record that a storage is freed now; `cdata` is the address of its C++ object."""
         self._live.pop(cdata).death = self.current_tick
 
 

@@ -44,7 +44,7 @@ class InputShape(NamedTuple):
 
 @dataclass
 class TracedCall:
-    """A record of one call of a module: its ticks, the numbers of its autograd nodes, and its arguments.
+    """A record of one call of a module: when it ran, the numbers of its autograd nodes, and its arguments.
 
     `x` describes the module's input, if the module gets exactly one tensor, as first argument; else it is None. `rest` are its other
     arguments. `num_tensors` counts the tensors among all arguments, and is -1 if there are values of other types than numbers and texts.
@@ -167,7 +167,7 @@ def _pieces(step: Any, call: TracedCall) -> str | tuple[PieceBytes, PieceBytes]:
 
 
 def _held(step: Any, call: TracedCall, run: Callable[[Tensor], Tensor], length: int) -> tuple[list[int], list[int]]:
-    """Return the bytes at each tick if two pieces of `length` tokens run, as two lists: forward and backward.
+    """Return the bytes at each operation if two pieces of `length` tokens run, as two lists: forward and backward.
 
     Inputs, outputs and gradients of the whole sequence are left out.
     """
@@ -187,7 +187,7 @@ def _held(step: Any, call: TracedCall, run: Callable[[Tensor], Tensor], length: 
 
 
 def _bytes_by_tick(step: Any, there: list[Tensor], run: Callable[[], list[Any]]) -> tuple[list[int], list[Any]]:
-    """Return (bytes at each tick while `run()` runs, its results); bytes of the first result are left out.
+    """Return (bytes at each operation while `run()` runs, its results); bytes of the first result are left out.
 
     `there` are tensors that exist before the call and do not count.
     """
@@ -209,9 +209,9 @@ def _bytes_by_tick(step: Any, there: list[Tensor], run: Callable[[], list[Any]])
 
 
 def _piece_bytes(held: list[int], more: list[int]) -> PieceBytes:
-    """Return (fixed bytes, bytes per token) of each tick that may be the peak of a piece of some length.
+    """Return (fixed bytes, bytes per token) of each operation that may be the peak of a piece of some length.
 
-    `held` and `more` are the bytes at each tick for the shorter and the longer piece of LENGTHS.
+    `held` and `more` are the bytes at each operation for the shorter and the longer piece of LENGTHS.
     """
     pairs: set[tuple[int, int]] = set()
     for few, many in zip(held, more, strict=True):

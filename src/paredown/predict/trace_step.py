@@ -211,9 +211,9 @@ class TraceBuilder:
         return replace(slot, stays=stays, parts=parts, running=running, is_frozen=not tensor.requires_grad)
 
     def _gradient_slot(self, name: str, parameter: Tensor, end: int, *, is_released: bool) -> Slot:
-        """Return the slot of the gradient of `parameter`.
+        """Return the trace's entry of the gradient of `parameter`.
 
-        After the tick `dropped` it was added to an accumulator and is freed, or, with `is_released`, used for the update in backward.
+        After the operation `dropped` it was added to an accumulator and is freed, or, with `is_released`, used for the update in backward.
         """
         assert parameter.grad is not None
         allocation = self.step.timeline.find(parameter.grad)
@@ -223,7 +223,7 @@ class TraceBuilder:
         return replace(slot, birth=birth, dropped=dropped, death=dropped if is_released else end)
 
     def _decoded_spans(self, weight: Tensor, allocation: Allocation | None) -> tuple[tuple[int, int], ...]:
-        """Return the spans (first tick, last tick) in which `weight` must be decoded if it is packed."""
+        """Return the spans (first and last operation) in which `weight` must be decoded if it is packed."""
         calls, complete = self.step.module_runs.spans(weight), self.step.gradient_complete_at.get(id(weight), 0)
         calls = [(start, max(end, complete) if start > self.step.backward_at else end) for start, end in calls]
         return merged([*calls, *((tick, tick) for tick in (allocation.uses if allocation is not None else ()))])
@@ -233,7 +233,7 @@ class TraceBuilder:
         return [allocation for allocation in self.step.timeline.allocations if allocation.owner is Role.BUFFER and allocation.op]
 
     def _outputs(self, end: int) -> list[Output]:
-        """Return every allocation that an operation of the step made, with the name of its slot if it has one."""
+        """Return every allocation that an operation of the step made, with the name of its saved tensor, if any."""
         slot_of: dict[Allocation, str] = {**self.step.recorder.weight_casts, **dict.fromkeys(self.step.held, "held")}
         slot_of.update({unit.allocation: unit.savers[unit.first].name for unit in reversed(self.step.recorder.units)})
         outputs: list[Output] = []

@@ -108,7 +108,7 @@ class ModuleRunTimes:
                 handle.remove()
 
     def spans(self, parameter: Tensor) -> tuple[Span, ...]:
-        """Return the spans (first tick, last tick) in which modules that own `parameter` run with it."""
+        """Return the spans (first and last operation) in which modules that own `parameter` run with it."""
         return merged(self._spans.get(id(parameter), ()))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -126,8 +126,8 @@ class FakeStep:
     """Runs one training step on fake tensors, and holds the records from which its trace is built.
 
     `initial_tensors` has (name, role, tensor) of parameters, buffers and inputs. `gradient_complete_at` maps the id of a parameter to the
-    tick at which its gradient is complete. `held` has allocations that exist when backward begins, though autograd's graph does not hold
-    them.
+    operation (tick) at which its gradient is complete. `held` has allocations that exist when backward begins, though autograd's graph does
+    not hold them.
     """
 
     def __init__(self, model: nn.Module, loss_module: nn.Module, fakes: FakeTensors, device: str) -> None:
@@ -201,7 +201,7 @@ class FakeStep:
 
     @contextmanager
     def _recording_gradients(self) -> Generator[None]:
-        """Return a context that records the tick at which the gradient of each parameter is complete."""
+        """Return a context that records the operation (tick) at which each parameter's gradient is complete."""
         complete_at, timeline = self.gradient_complete_at, self.timeline
 
         def record(parameter: Tensor) -> None:
