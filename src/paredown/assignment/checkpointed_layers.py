@@ -91,7 +91,7 @@ def _within(solutions: Iterable[Solution | None], error: float) -> list[Solution
 
 
 def layers_alone(trace: Trace, budget_bytes: int, problem_of: ProblemOf, size_of: SizeOf = bound_of) -> Solution | None:
-    """Return the solution that checkpoints as few layers as fit the budget and quantizes nothing; None if none fits."""
+    """Return the fewest checkpointed layers that fit the budget, with nothing quantized; None if none fit."""
     layers = recompute_choices(trace)
 
     def fits(count: int) -> bool:
@@ -195,9 +195,9 @@ def tolerated_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> flo
 def with_layers(
     trace: Trace, budget_bytes: int, problem_of: Callable[[Trace], AssignmentProblem], tolerated: float
 ) -> Solution | None:
-    """Return the solution that checkpoints the fewest layers for which the predicted error is at most `tolerated`.
+    """Return formats and checkpointed layers: the fewest layers for which the predicted error is at most `tolerated`.
 
-    If no number of layers brings the error that low, return the solution of least error; None if no solution fits the budget.
+    If no number of layers brings the error that low, return those of least error; None if nothing fits the budget.
     """
     layers = recompute_choices(trace)
 

@@ -183,7 +183,7 @@ class RepairState:
         return name in self.item_of and self.current_bits(name) < inf
 
     def risen(self, names: Iterable[str]) -> Ints:
-        """Return the current rows (options of items) with the next wider format for the saved tensors `names`."""
+        """Return the storage options (rows) as now, but with the next wider format for the saved tensors `names`."""
         chosen = self.current.copy()
         for name in names:
             item = self.item_of[name]

@@ -65,7 +65,7 @@ class AssignmentPoint:
 
 
 def best_within(points: Iterable[AssignmentPoint], budget_bytes: int) -> AssignmentPoint | None:
-    """Return the candidate of least error whose peak is within the budget; None if none fits."""
+    """Return the candidate for a plan with the least error whose peak is within the budget; None if none fits."""
     fitting = [point for point in points if point.peak_bytes <= budget_bytes]
     return min(fitting, key=lambda point: (point.error, point.peak_bytes), default=None)
 

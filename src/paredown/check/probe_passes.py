@@ -63,7 +63,7 @@ class HeldSlot:
     rounded: dict[Format, PackedTensor] = field(default_factory=dict[Format, PackedTensor])
 
     def resolved(self, format: Format) -> Format | None:
-        """Return the format in which a session would store this tensor if a plan requests `format`, or None."""
+        """Return the format in which a session stores this tensor if a plan requests `format`; None: unmodified."""
         dtype = str(self.exact.dtype).removeprefix("torch.")
         return resolve_format(
             Assignment(format), Needs(Use.VALUE, self.pin, self.is_centered), dtype=dtype, numel=self.exact.numel()

@@ -269,9 +269,9 @@ class FaultSearch:
         return groups, False
 
     def _minimal(self, fails: Fails, kept: list[str], candidates: list[str], *, is_known: bool) -> list[str]:
-        """Return a smallest part of `candidates` that makes the test fail if it is stored together with `kept`.
+        """Return a minimal part of `candidates` that makes the test fail if it is stored together with `kept`.
 
-        With `is_known`, `kept` alone is known to pass the test.
+        With `is_known`, `kept` alone is known to pass the test. Without any name in the part, the test would pass.
         """
         if not is_known and self._fails(fails, kept):
             return []

@@ -161,7 +161,7 @@ class Calibration:
     def with_host_speed(self, factor: float) -> Calibration:
         """Return this calibration for a host (CPU) on which each call takes `factor` times as long.
 
-        Seconds in `launched` are spent in the GPU's driver, and change by 0.6 of that.
+        Seconds in `launched` are spent in the GPU's driver and change less, by 0.6 of the difference.
         """
         host = HostCost(*(factor * getattr(self.host, one.name) for one in fields(HostCost)))
         formats = {text: replace(cost, host_seconds=factor * cost.host_seconds) for text, cost in self.formats.items()}

@@ -360,9 +360,9 @@ SHARE_IN_8_BITS = 0.52  # of two bytes, with scales; half of that of float32
 class _SecondPass:
     """The most memory that a checkpointed module holds while its forward runs again in backward.
 
-    `extra` is this memory in bytes if nothing is packed. `packed` has the tensors that a session may pack, each with the tick at which the
-    first pass reads it last. If they are packed in 8 bits, the memory is largest at the tick `moment`, with `beside` more bytes of
-    temporaries.
+    `extra` is this memory in bytes if nothing is packed. `packed` has the tensors that a session may pack, each with the time at which the
+    first pass reads it last. If they are packed in 8 bits, the memory is largest at the time `moment`, with `beside` more bytes of
+    temporaries. Times are ticks: positions of operations in the step.
     """
 
     span: CheckpointSpan

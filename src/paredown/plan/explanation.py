@@ -65,7 +65,7 @@ class PlannedSlots(TableRows[PlannedSlot]):
         return PlannedSlots(row for row in self if row.what == what)
 
     def cells(self, row: PlannedSlot) -> tuple[str, ...]:
-        """Return the texts of a row in the printed table."""
+        """Return the cells of a row of the printed table, as texts."""
         stored = f"{say_bytes(row.nbytes)} {row.format}".strip()
         return row.slot, row.role.value, say_bytes(row.baseline_bytes), stored, row.what, row.why
 

@@ -168,8 +168,8 @@ class Slot:
 class Output:
     """The memory that an operation of the step allocated, with its lifetime in ticks (positions of operations).
 
-    `slot` is the name of the slot that the memory belongs to, "" for a temporary. `used` is the tick of the last operation that read it, -1
-    if unknown; a variable of the program may hold the memory longer.
+    `slot` names the saved tensor or gradient that the memory belongs to, "" for a temporary. `used` is the tick of the last operation that
+    read it, -1 if unknown; a variable of the program may hold the memory longer.
     """
 
     op: str
@@ -465,7 +465,7 @@ def _check_uses(slot: Slot) -> None:
 
 
 def _check_names(slots: tuple[Slot, ...]) -> None:
-    """Raise TraceError if two slots of one role, or two operations that saved activations, share a name."""
+    """Raise TraceError if two tensors (slots) of one role, or two operations that saved activations, share a name."""
     seen: set[tuple[Role, str]] = set()
     for slot in slots:
         keys = (

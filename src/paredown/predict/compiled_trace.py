@@ -304,7 +304,7 @@ def _is_written(placeholder: fx.Node | None) -> bool:
 
 
 def _comparisons(backward: fx.GraphModule | None, packed: set[str]) -> Iterator[tuple[fx.Node, set[str]]]:
-    """Yield (node, names of tensors) for each boolean that backward computes only from the tensors `packed`."""
+    """Yield (node, names of tensors) for each boolean tensor that backward computes only from the tensors `packed`."""
     of: dict[fx.Node, set[str]] = {}
     of_tangents: set[fx.Node] = set()
     for node in backward.graph.nodes if backward is not None else ():

@@ -62,7 +62,7 @@ def _cpu_seconds(call: Callable[[], object]) -> float:
 def cuda_seconds(call: Callable[[], object], num_calls: int, sleep_seconds: float = SLEEP_SECONDS) -> float:
     """Return the GPU's seconds for one `call()`, the mean over `num_calls` that were issued while the GPU slept.
 
-    It must sleep for `sleep_seconds`, longer than the host takes to issue all calls.
+    `sleep_seconds` must be longer than the host takes to issue all calls.
     """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()

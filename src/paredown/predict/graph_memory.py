@@ -113,7 +113,7 @@ class GraphMemory:
         return value.buffer if isinstance(value, GraphValue) else None
 
     def reads(self, node: fx.Node) -> list[int]:
-        """Return the times at which kernels read a node's buffer or, without a buffer, compute its values."""
+        """Return the times at which kernels read a node's buffer, or if it has none, compute its values anew."""
         buffer = self.of(node)
         if buffer is not None:
             return buffer.reads

@@ -400,8 +400,8 @@ def _sum_op_workspace(args: Any, _: Any) -> int:
 def transposed_bytes(*operands: Tensor) -> int:
     """Return the bytes of the channels_last copies that a convolution on CUDA makes of `operands`.
 
-    If one operand is channels_last, torch copies the others; if none is, cuDNN copies all, since its kernels for tensor cores read and
-    write channels_last, with channels in multiples of 16 bytes.
+    If one operand or the weight is channels_last, torch copies the others; if none is, cuDNN copies all, since its kernels for tensor cores
+    read and write channels_last, with channels in multiples of 16 bytes.
     """
     images = [t.unsqueeze(2) if t.dim() == 3 else t for t in operands]
     copied = [t for t in images if t.dim() == 4 and t.numel() and not t.is_contiguous(memory_format=torch.channels_last)]
@@ -417,9 +417,9 @@ def _convolution_workspace(args: Any, out: Tensor) -> int:
 
 
 def _convolution_backward_workspace(args: Any, _: Any) -> int:
-    """Return the bytes of the copies that a convolution's backward makes for one of its gradients.
+    """Return the bytes of the copies of input and output's gradient that a convolution's backward makes.
 
-    Only the gradient with the larger copies counts, since gradients are computed one after the other.
+    Copies for the gradient of the input do not count, since the gradients are computed one after the other.
     """
     return 0 if _is_depthwise(args[2], args[9]) else transposed_bytes(args[0], args[1])
 

@@ -99,7 +99,7 @@ class FakeTensors:
         self._wrappers: dict[int, Tensor] = {}  # id -> tensor of another library's class, whose inner tensors are fake
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the fake CPU tensor for `tensor`; a tensor that is a fake one already is returned unchanged."""
+        """Return the fake CPU tensor for `tensor`; if `tensor` is such a fake tensor itself, return it unchanged."""
         if (isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode) or id(tensor) in self._wrappers:
             return tensor
         pair = self._made.get(id(tensor))
