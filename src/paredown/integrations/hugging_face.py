@@ -70,7 +70,7 @@ _ATTACHED: weakref.WeakKeyDictionary[Session | SimulatedSession, tuple[Plan, dic
 
 @final
 class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
-    """A callback of Hugging Face's Trainer that applies a plan, saves the session's state in checkpoints, and logs.
+    """A callback of Hugging Face's Trainer that applies a plan, saves the session's state in checkpoints, and logs memory.
 
     The session stays open after `train()`, so that a base model that fits the device only when packed is not decoded; `close` ends it.
     `attach` makes a callback. `Trainer(callbacks=[TrainerPlanCallback(plan)], optimizer_cls_and_kwargs=optimizer_of(args))` works too, but
@@ -300,7 +300,10 @@ def _log_choices(trainer: Any, callback: TrainerPlanCallback, reason: str) -> No
 
 
 def _choose_optimizer(trainer: Any, callback: TrainerPlanCallback, name: str | None) -> tuple[str | None, str]:
-    """Return the name of the optimizer that replaces the trainer's (None: it keeps its own), and a sentence for the log."""
+    """Return the paredown.optim optimizer that replaces the trainer's, None if that stays, and a sentence for the log on why.
+
+    `name` is the optimizer that the user requested from `attach`; None: the plan decides.
+    """
     optim_name, own = _optim(trainer.args), trainer.optimizer or trainer.optimizer_cls_and_kwargs
     if own is not None:
         class_name = (own[0] if isinstance(own, tuple) else type(own)).__name__
@@ -393,7 +396,7 @@ def _check_attached(trainer: Any, plan: Any, budget: Any) -> None:
 
 
 def _verify_first(trainer: Any, callback: TrainerPlanCallback) -> None:
-    """Make the trainer call `verify` on its first batch, right before the first training step."""
+    """Make the trainer compare gradients on its first batch with those of the unmodified model, right before the first step."""
     before, inner = vars(trainer).get("training_step"), trainer.training_step
 
     def first(model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:

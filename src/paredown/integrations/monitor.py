@@ -139,7 +139,10 @@ def _mean(pairs: Iterable[tuple[float, int]]) -> float:
 
 
 class AppliedPlan:
-    """Applies a plan to the model of a training library; holds the session and its Monitor. `options` are those of `apply`."""
+    """Base class of integrations: applies a plan to the model of a training library, and holds the session and its Monitor.
+
+    `options` are those of `apply`.
+    """
 
     prints_summary = True
 
@@ -166,7 +169,7 @@ class AppliedPlan:
         self.session, self._monitor = session, Monitor(session, model)
 
     def verify(self, model: nn.Module, batch: Any, step: Callable[[Any], Tensor]) -> None:
-        """Compare the gradients of the loss `step(batch)` with the unmodified model's; if they differ, close the session and raise."""
+        """Compare gradients of the loss `step(batch)` with the unmodified model's; if they differ, close the session and raise."""
         try:
             verify_step(model, batch, step).check()
         except BaseException:

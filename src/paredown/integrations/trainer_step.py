@@ -63,7 +63,10 @@ def plan_within(
 
 
 def _with_nearest(error: BudgetError, reference: int) -> BudgetError:
-    """Return `error` with a message that names the smallest budget for which `attach` would find a plan."""
+    """Return `error` with a message that names the smallest budget for which `attach` finds a plan.
+
+    `reference` is the bytes of a reference model's weights, which that budget must hold, too.
+    """
     if error.smallest_bytes is None:
         return error
     smallest = error.smallest_bytes + reference
