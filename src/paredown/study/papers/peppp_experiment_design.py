@@ -137,7 +137,7 @@ def embed(errors: Array, rank: int = RANK) -> Array:
 
 
 def predict(vectors: Array, chosen: Sequence[int], measured: Sequence[float] | Array) -> Array:
-    """Return the errors of all plans, predicted by least squares from those measured on the chosen plans."""
+    """Return the errors of all plans, by least squares on their `vectors`, from the errors `measured` on the plans `chosen`."""
     task = np.linalg.lstsq(vectors[:, list(chosen)].T, np.asarray(measured, dtype=float), rcond=None)[0]
     return task @ vectors
 
@@ -147,7 +147,10 @@ def predict(vectors: Array, chosen: Sequence[int], measured: Sequence[float] | A
 
 @dataclass(frozen=True)
 class Process:
-    """A Gaussian process over plans, given the errors `measured` of the `chosen` plans; `squares` are squared distances of all plans."""
+    """A Gaussian process over plans, given the errors `measured` on the plans `chosen`.
+
+    `squares` are the squared distances between all plans.
+    """
 
     squares: Array
     chosen: list[int]
@@ -183,7 +186,10 @@ def squared_distances(points: Array) -> Array:
 
 
 def _negative_log_likelihood(logs: Array, squares: Array, measured: Array) -> tuple[float, Array]:
-    """Return the negative log likelihood, up to a constant, and its gradient in log length and log noise (`logs`)."""
+    """Return the negative log likelihood of `measured` errors under a Gaussian process, and its gradient.
+
+    `logs` has the logarithms of length scale and noise, `squares` the squared distances between the measured plans.
+    """
     from scipy.linalg import cho_solve
 
     length, noise = np.exp(logs)

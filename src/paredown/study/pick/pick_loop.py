@@ -107,7 +107,7 @@ class PickLoop:
 
     @property
     def _unit(self) -> float:
-        """Return the error of random guessing in the task's metric; if it is unknown, a substitute from the first trial."""
+        """Return the error of random guessing, by which errors are divided; if it is unknown, a substitute from the first trial."""
         if self.unit is not None:
             return self.unit
         first = next(((plan, trial.error) for plan, trial in self.known if trial.error is not None), None)
@@ -154,7 +154,10 @@ class PickLoop:
         return np.flatnonzero(self.needed() <= self.budget_bytes)
 
     def step_times(self) -> list[tuple[float | None, float | None, str]]:
-        """Return (seconds, ratio, source) of each plan: measured on this device, predicted, or the median ratio of prior tasks."""
+        """Return (seconds, multiple of the baseline's, source) of each plan's step; None and "" if it is unknown.
+
+        The time is measured on this device, else predicted, else the median multiple on the prior's tasks.
+        """
         trials = [(plan, trial) for plan, trial in self._on_this_device if trial.step_seconds is not None]
         baselines = [trial.baseline_step_seconds for _, trial in trials if trial.baseline_step_seconds is not None]
         predict = self.predict_seconds or (lambda plan: None)
@@ -181,7 +184,10 @@ class PickLoop:
     # --- trials ------------------------------------------------------------------------------------------------
 
     def search(self, measurer: Measurer, evaluations: int, *, seed: int = 0, progress: TrialCallback | None = None) -> None:
-        """Run trials by `measurer` until there are `evaluations` of them or none is worth its cost; raise TaskError if all failed."""
+        """Run trials by `measurer` until `evaluations` have run or none is worth its cost; raise TaskError if all failed.
+
+        The first trial of each plan has the seed `seed`, its next one the next seed.
+        """
         while self.num_done < evaluations and not self.is_settled:
             plan = self.next_plan(evaluations - self.num_done)
             if plan is None:
@@ -249,7 +255,10 @@ class PickLoop:
         return posterior.ErrorMargin(self.max_error_increase / self._unit, self.confidence, self._index_of[Plan().key])
 
     def choice(self) -> posterior.BudgetChoice:
-        """Return the plan of least expected error within the budget, or the smallest within the margin; BudgetError if none fits."""
+        """Return the plan of least expected error within the budget, or with `max_error_increase` the smallest that it allows.
+
+        BudgetError if there is none.
+        """
         estimate, margin = self.estimate(), self.margin()
         return estimate.best(self.budget_bytes) if margin is None else estimate.smallest(self.budget_bytes, margin)
 
@@ -291,7 +300,7 @@ class PickLoop:
         )
 
     def _certainty(self, estimate: posterior.Estimate, choice: posterior.BudgetChoice, points: Sequence[Point]) -> str:
-        """Return a sentence on how certain the pick is: which plans may be as good, or how probably its error is within the margin."""
+        """Return a sentence on how certain `choice` is: which plans may be as good, or how probably its error is low enough."""
         if (margin := self.margin()) is not None:
             return self._say_margin(points[margin.baseline], choice.plan, float(estimate.within_margin(margin)[choice.plan]))
         certainty = reasons.say_ties([points[plan].label for plan in choice.ties], len(self.fits()))
@@ -356,7 +365,7 @@ class PickLoop:
         return replace(answer, reason=answer.frontier.explain_nothing_fits(self.budget_bytes))
 
     def _smallest(self, nbytes: int) -> Point:
-        """Return a point for the plan of the smallest peak, `nbytes`, with an error predicted from its features."""
+        """Make the plan of the smallest possible peak, `nbytes`, and return it as a point with a predicted error."""
         plan = self.step.assigned(nbytes)
         prior = self.task_prior.covering(np.array([-1]), self.step.features(plan)[None], self.candidates.points)
         estimate = posterior.Estimate.after(prior, np.array([float(nbytes)]), [])

@@ -93,7 +93,10 @@ class LevelSums:
 
 @dataclass(frozen=True)
 class Posterior:
-    """The distribution of a task's errors given its trials: mean and covariance over levels, and the variance of single runs."""
+    """The distribution of a task's errors given its trials: mean and covariance of levels, and the variance of a run.
+
+    A level is a group of plans that are known to differ by noise alone.
+    """
 
     mean: Array
     covariance: Array
@@ -121,7 +124,7 @@ class Gaussian:
 
     @staticmethod
     def fitted(sums: LevelSums) -> Gaussian:
-        """Return the distribution of highest posterior probability for the observed errors, found by EM."""
+        """Return the distribution of highest posterior probability for the errors that `sums` counts, found by EM."""
         found, usual_noise = _start_of(sums)
         weights, shrunk = sums.weights, found.covariance
         strength = max(STRENGTH, len(shrunk) - found.num_tasks)
@@ -160,14 +163,20 @@ class Gaussian:
 
 
 def _levels_of_tasks(found: Gaussian, sums: LevelSums, noise: Array) -> tuple[Array, Array]:
-    """Return means (tasks, levels) and covariances of the levels' errors on each prior task, given runs of variance `noise`."""
+    """Return each prior task's mean errors (tasks, levels) and their covariances, given its runs, counted by `sums`.
+
+    `found` is the distribution of tasks, `noise` the variance of a run on each task and level.
+    """
     inner = np.eye(len(found.mean)) + found.covariance * (sums.count / noise)[:, None, :]
     spreads: Array = np.linalg.solve(inner, np.broadcast_to(found.covariance, inner.shape)).astype(float)
     return found.mean + np.einsum("tlm,tm->tl", spreads, (sums.total - sums.count * found.mean) / noise), spreads
 
 
 def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, float]:
-    """Return slope and intercept of a line for the logarithm of `noise` (tasks,) over the tasks' mean errors, `values`."""
+    """Fit a line to the logarithm of `noise` (tasks,) over the tasks' mean errors, and return its slope and intercept.
+
+    `values` are errors (tasks, levels), `weights` say how much each task counts.
+    """
     if len(noise) < FEWEST_TASKS:
         return 0.0, float(np.log(np.median(noise)))
     heights, logs = values.mean(axis=1), np.log(noise)
@@ -177,7 +186,7 @@ def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, flo
 
 
 def _start_of(sums: LevelSums) -> tuple[Gaussian, float]:
-    """Return the distribution with which EM starts (an offset for each level, a height for each task), and the variance of a run."""
+    """Return the distribution from which EM starts, where an error is a level's offset plus a task's height, and its noise."""
     weights, observed = sums.weights, sums.weights @ sums.count
     mean = np.where(observed > 0, weights @ sums.total / np.maximum(observed, 1e-12), (weights @ sums.total).sum() / observed.sum())
     heights = (sums.total - sums.count * mean).sum(axis=1) / np.maximum(sums.count.sum(axis=1), 1.0)
@@ -237,7 +246,7 @@ class BudgetChoice(NamedTuple):
 
 
 class ErrorMargin(NamedTuple):
-    """Says how far a mean error may exceed that of the plan `baseline`, and with what probability (`confidence`) it must stay within."""
+    """Says how far a mean error may exceed the plan `baseline`'s, and with what probability (`confidence`) it must not do more."""
 
     increase: float
     confidence: float

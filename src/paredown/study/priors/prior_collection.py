@@ -56,7 +56,10 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class CollectedTrial(NamedTuple):
-    """A trial that becomes an entry of a prior; `propensity` is the probability that its sweep drew it."""
+    """Holds a trial that becomes an entry of a prior, in the row of its `task` and the `column` of its plan.
+
+    `propensity` is the probability that its sweep drew it.
+    """
 
     task: str  # the text of the task
     column: str  # the key of its PlanRow
@@ -66,7 +69,7 @@ class CollectedTrial(NamedTuple):
 
 
 def read_rows(source: str | Path) -> Rows:
-    """Return the rows of trials in `source`, a JSON file that `paredown sweep export` wrote, or a store."""
+    """Return the rows of trials in `source`, a JSON file of `paredown sweep export`, or a store (a database of trials)."""
     if not str(source).endswith(".json"):
         from paredown.study.sweeps.export import rows as rows_of  # SQLAlchemy is an extra
         from paredown.study.sweeps.store import Store
@@ -111,7 +114,7 @@ def collect(
 
 
 def _table(rows: Rows) -> tuple[list[CollectedTrial], dict[str, PlanRow]]:
-    """Return the trials that have an error or diverged, one for each task, plan and seed, and the columns of the prior by key."""
+    """Return the trials in `rows` with an error or that diverged, one for each task, plan and seed, and the prior's columns."""
     plans: dict[str, PlanRow] = {}
     entries: dict[tuple[str, str, int], CollectedTrial] = {}
     for row in rows:
@@ -171,7 +174,10 @@ def _seed_indices(entries: Iterable[CollectedTrial]) -> dict[tuple[str, int], in
 
 
 def _bytes(entry: CollectedTrial, mode: str, folder: Path | None) -> float:
-    """Return the predicted peak bytes of a trial; in simulate mode PEPPP's count, if the plan is one of PEPPP's configurations."""
+    """Return a trial's predicted peak bytes; in simulate mode those of PEPPP's model, if it knows the plan.
+
+    The model needs the task, whose code is loaded from `folder` alone.
+    """
     if mode == "simulate":
         try:
             return peppp_bytes(entry.task, entry.trial.plan, folder)
@@ -190,7 +196,10 @@ def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
 
 
 def _distinct_task_rows(tasks: list[TaskRow], source: str) -> list[TaskRow]:
-    """Return the rows of tasks with distinct names: tasks with equal short names are named by their whole text, or with a number."""
+    """Return `tasks` with distinct names: if two short names are equal, the whole text of the task, or a number, is added.
+
+    `source` is the name of their prior.
+    """
     count = Counter(row.name for row in tasks)
     names = distinct(row.name if count[row.name] == 1 else row.text for row in tasks)
     return [replace(row, source=source, name=name) for row, name in zip(tasks, names, strict=True)]

@@ -150,7 +150,10 @@ class Record:
 
     @staticmethod
     def of_pick(picked: Picked, *, trace: Trace | None = None, title: str = "", session: Session | None = None) -> Record:
-        """Return the record of a pick; a `trace` adds the memory of its plans, a `session` its changes of storage and guard actions."""
+        """Return the record of a pick; a `trace` adds the memory of its plans, a `session` how it stored tensors.
+
+        The actions of the session's Guard are added, too.
+        """
         study = parts.study_of_pick(picked)
         labels = Labels({point.label: point.plan for point in picked.frontier.points})
         record = Record(title or f"{picked.task}: a plan within a budget", studies=(study,)).with_trials(picked.trials, labels)
@@ -165,7 +168,10 @@ class Record:
         labels: Labels | Mapping[str, Plan] | None = None,
         times: Sequence[tuple[str, str]] = (),
     ) -> Record:
-        """Return the record of measured trials, a study for each task; `labels` names plans, `times` has (end time, host) of each."""
+        """Return the record of measured trials, a study (a task's part of the page) for each task.
+
+        `labels` names plans, `times` has (end time, host) of each trial.
+        """
         rows, names = list(trials), labels if isinstance(labels, Labels) else Labels(labels)
         by_task: dict[str, list[Trial]] = {}
         for trial in rows:
@@ -175,7 +181,7 @@ class Record:
 
     @staticmethod
     def of_store(store: Store, *, sweep: str | None = None, title: str = "") -> Record:
-        """Return the record of a store: its finished trials by task and plan, and the progress of its sweeps."""
+        """Return the record of a database of trials: its finished trials by task and plan, and the progress of its sweeps."""
         from paredown.study.sweeps.database import readable  # SQLAlchemy is an extra
         from paredown.study.sweeps.export import rows
         from paredown.study.sweeps.status import count
@@ -236,12 +242,15 @@ class Record:
         )
 
     def with_session(self, session: Session) -> Record:
-        """Return this record with the storage of every tensor, the changes and the guard actions of an open session that ran a step."""
+        """Return this record with how a session, which must be open and have run a step, stores every tensor.
+
+        Changes, where storage is not as the plan requests, and the actions of the session's Guard are added, too.
+        """
         given = tuple(Change(row.slot, row.asked, row.now, row.why) for row in session.explain())
         return replace(self, changes=tuple(session.changes), given=given, actions=tuple(session.actions))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value, with all texts scrubbed."""
+        """Return the record as a dict for JSON, with paths, host and user names removed from all texts."""
         labels = [row.label for study in self.studies for row in (*study.marks, *study.kept)] + [run.plan for run in self.runs]
         tasks = [study.task for study in self.studies] + [run.task for run in self.runs]
         return {"version": VERSION, **scrub_all(dump_dataclass(self), scrub_names(tasks) | scrub_names(labels))}
@@ -252,7 +261,7 @@ class Record:
         return read_versioned(Record, value, "record", VERSION, ReportError, oldest=VERSION)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the JSON to a file."""
+        """Write the record as JSON to a file."""
         save_json(path, self.to_json(), ReportError)
 
     @staticmethod
@@ -263,7 +272,10 @@ class Record:
 
 
 def _times(finished: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return (end time, host) of each trial; hosts are "host 1" and so on in the order of first trials, since pages name no machines."""
+    """Return (end time, host) of each finished trial, a row of a store; a host is called "host 1" in order of first trials.
+
+    Pages name no machines.
+    """
     first: dict[str, str] = {}
     for row in finished:
         if row["host"]:

@@ -214,7 +214,7 @@ def _check(port: int) -> None:
 
 
 class _Http(ThreadingHTTPServer):
-    """The HTTP server of a report page: its records, its limit on event streams, and the Host headers that it accepts (`names`)."""
+    """The HTTP server of a report page: it has the watched record, a limit on event streams, and accepted Host headers."""
 
     daemon_threads = True
     block_on_close = False

@@ -141,7 +141,7 @@ class Study:
         return None, None
 
     def _as_accurate(self) -> list[PlanMark]:
-        """Return the marks of plans that are smaller than the baseline and whose error interval is not above the baseline's."""
+        """Return the marks (points of the chart) of plans below the baseline's bytes whose error interval is not above its own."""
         own = next((mark for mark in self.marks if mark.label == self.written and mark.error is not None), None)
         most = None if own is None else own.error if own.high is None else own.high
         known = [(mark, mark.error if mark.low is None else mark.low) for mark in self.marks if own and mark.nbytes < own.nbytes]
@@ -371,7 +371,10 @@ def _measured(label: str, trials: Sequence[Trial], metric: str) -> PlanMark | No
 
 
 def _step_time(trials: Sequence[Trial]) -> dict[str, Any]:
-    """Return a mark's fields for step time: the median ratio, and the median seconds if all trials ran on one device."""
+    """Return the fields of a PlanMark on step time: the median ratio to the baseline's, and the median seconds.
+
+    Seconds are None if the trials ran on several devices.
+    """
     timed = [trial for trial in trials if trial.step_seconds is not None]
     ratios = [trial.step_ratio for trial in timed if trial.step_ratio is not None]
     seconds = [trial.step_seconds for trial in timed if trial.step_seconds is not None]

@@ -107,7 +107,7 @@ LOCK = 0x70617265  # PostgreSQL advisory lock: one process at a time creates the
 
 
 def prepare(connection: sql.Connection, name: str) -> None:
-    """Create the tables if there are none, otherwise check their version; `name` is the store's name in messages."""
+    """Create the tables of the store `name` if there are none, otherwise check that this version can read them."""
     if connection.dialect.name == "postgresql":
         connection.execute(sql.text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": LOCK})
     version = find_version(connection)
@@ -254,7 +254,10 @@ DAMAGED = "It is damaged, or was not made by paredown."
 
 
 class Database:
-    """Runs transactions on the database of one store. `say` is called with a sentence when a retry takes more than a second."""
+    """Runs transactions on the database of one store, again for up to `patience_seconds` after temporary errors.
+
+    `say` is called with a sentence when a retry takes more than a second.
+    """
 
     def __init__(self, address: str | Path, *, patience_seconds: float = 120.0, say: Callable[[str], object] | None = None) -> None:
         self.url = parse_address(address)
@@ -287,7 +290,7 @@ class Database:
 
     @property
     def _may_exist(self) -> bool:
-        """Return False if a file of SQLite is missing, since connecting would create it."""
+        """Return whether the address may have a store: False for a missing SQLite file, which connecting would create."""
         return self.url.drivername != "sqlite" or Path(str(self.url.database)).is_file()
 
     def write(self, work: Callable[[sql.Connection], T]) -> T:
@@ -307,11 +310,14 @@ class Database:
             return work(connection)
 
     def _first_try(self, work: Callable[[], T]) -> T:
-        """Return the value of `work()`, run while the store is opened; there is no retry if the server does not answer."""
+        """Return `work()`, with which the store is opened: a server that does not answer is an error at once."""
         return self._try(work, LOCK_SECONDS, is_open=False)
 
     def _try(self, work: Callable[[], T], patience_seconds: float, *, is_open: bool = True) -> T:
-        """Return `work()`, retried after temporary errors; if the store is not open yet, a silent server is an error at once."""
+        """Return `work()`, called again for up to `patience_seconds` after temporary errors.
+
+        If the store is not open yet (`is_open`), a server that does not answer is an error at once.
+        """
         start, pause, is_reported = time.monotonic(), PAUSE_SECONDS[0], False
         while True:
             try:
@@ -350,7 +356,7 @@ class Database:
 
 
 def find_trouble(error: DBAPIError) -> DatabaseTrouble | None:
-    """Return the entry of TROUBLES for an error, SILENT or LOST if the server did not answer or was lost; None if none fits."""
+    """Return the entry of TROUBLES that explains an error; SILENT or LOST if the server does not answer, None if none does."""
     message = str(error.orig).lower()
     for row in (*TROUBLES, SILENT):
         if row.pattern in message:
@@ -444,7 +450,7 @@ CHECKS: dict[str, Check] = {
 
 
 def check_columns(row: Any) -> None:
-    """Raise StoreError if a column has a value of another type, which SQLite allows, or a number that is not finite."""
+    """Raise StoreError if a column of a database's row has another type than its own, which SQLite allows, or is not finite."""
     checks = {name: CHECKS[name] for name in row._fields if name in CHECKS}
     check_fields(row, checks, "trial in the store", _damaged)
 

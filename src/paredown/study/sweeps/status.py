@@ -74,7 +74,7 @@ class BestPlan:
         return f"{self.task}: error {self.error:.4f} with {self.label} ({seeds}{others})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value; `error` is the mean over `seeds`, `standard_error` is null for one seed."""
+        """Return this as a dict for JSON; `error` is the mean over `seeds`, `standard_error` is null for one seed."""
         numbers = {"error": self.error, "standard_error": self.standard_error, "seeds": sorted(self.errors)}
         return {"task": self.task, "label": self.label, **numbers, "num_not_done": self.num_not_done, "plan": self.plan.to_json()}
 
@@ -92,7 +92,7 @@ class InfeasibleTrials:
         return f"{self.task}, {self.label}: {self.reason.partition('. ')[0].rstrip('.')}."
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value."""
+        """Return the fields as a dict for JSON."""
         return asdict(self)
 
 
@@ -134,7 +134,7 @@ def count(store: Store) -> list[SweepCounts]:
 
 
 def count_open(store: Store, sweep: str | None = None, *, without: Sequence[str] = ()) -> int:
-    """Return the number of trials without a result, except for trials of the tasks in `without`."""
+    """Return how many trials of `sweep` (None: of all) have no result; trials of the tasks in `without` do not count."""
     conditions = [TRIALS.c.state != FINISHED]
     conditions += [] if sweep is None else [TRIALS.c.sweep == sweep]
     conditions += [TRIALS.c.task.not_in(without)] if without else []
@@ -165,7 +165,7 @@ def find_best(store: Store, sweep: str) -> list[BestPlan]:
 
 @lru_cache(maxsize=4096)
 def _same_run(plan: str, settings: str) -> Hashable:
-    """Return a key that is equal for trials of a task that differ only in their seed."""
+    """Return a key that is equal for trials of a task that differ only in their seed; `plan` and `settings` are JSON texts."""
     parsed = TrialSettings(**json.loads(settings))
     return parsed_plan(plan).key, parsed.mode, parsed.device
 
@@ -187,7 +187,10 @@ class Pace:
     _counts: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
     def add(self, finished: int, now: float) -> float | None:
-        """Add a count of finished trials, and return trials per minute over the last WINDOW_SECONDS; None if none has finished."""
+        """Add a count of finished trials at the time `now`, and return trials per minute over the last WINDOW_SECONDS.
+
+        None if none has finished in this time.
+        """
         self._counts.append((now, finished))
         while len(self._counts) > 2 and now - self._counts[0][0] > WINDOW_SECONDS:
             self._counts.popleft()
@@ -215,7 +218,7 @@ class SweepProgress:
         return f"{self.counts}; {rate}{left}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value: one line of `--json` output."""
+        """Return the progress as a dict for a line of `--json` output."""
         rates = {"trials_per_minute": self.trials_per_minute, "seconds_left": self.seconds_left}
         return {"event": "progress", **self.counts.to_json(), **rates, "best": [plan.to_json() for plan in self.best]}
 

@@ -45,7 +45,7 @@ MODES = ("store", "simulate", "peppp")
 
 
 class SamplingMethod(str, Enum):
-    """The ways in which pairs of task and plan are drawn."""
+    """Names the ways to draw the pairs of task and plan that a sweep runs."""
 
     FULL = "full"
     UNIFORM = "uniform"
@@ -79,7 +79,7 @@ class TrialSpec:
     def key(self, sweep: str, *, infeasible: str = "") -> str:
         """Return the key of this trial in a store: a hash of sweep, task, plan, seed, mode and device, the same on any machine.
 
-        An infeasible trial has no plan; its template `infeasible` takes the place of the plan in the hash.
+        An infeasible trial has no plan; its template `infeasible`, such as "assign 10% role", takes the place of the plan in the hash.
         """
         plan_rules, recompute, offload, products, tiles = self.plan.key
         rules: list[Any] = [[key, assignment.to_json()] for key, assignment in plan_rules] + [list(rule) for rule in products]
@@ -177,7 +177,7 @@ class SweepCounts:
         return f"{self.sweep}: {finished}, {self.running} running, {self.waiting} waiting"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value."""
+        """Return the counts as a dict for JSON."""
         counts = {"sweep": self.sweep, "total": self.total, "finished": self.finished}
         return {**counts, "running": self.running, "waiting": self.waiting, "by_status": dict(self.by_status)}
 
@@ -324,7 +324,7 @@ def cheap_first_propensities(nbytes: np.ndarray[Any, Any], share: float) -> np.n
 
 
 def draw_pairs(propensities: np.ndarray[Any, Any], method: SamplingMethod, seed: int) -> np.ndarray[Any, Any]:
-    """Return which pairs of task and plan are drawn with these probabilities; all with the method `full`."""
+    """Return booleans that say which pairs of task and plan are drawn with these probabilities; all with the method `full`."""
     if method is SamplingMethod.FULL:
         return np.ones(len(propensities), dtype=bool)
     return np.random.RandomState(seed).uniform(size=len(propensities)) < propensities

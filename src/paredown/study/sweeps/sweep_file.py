@@ -164,7 +164,7 @@ def _entries(tables: list[dict[str, Any]], folder: Path) -> tuple[list[Entry], t
 
 
 def _table_labels(value: Any, num_plans: int, number: int) -> list[str]:
-    """Return the labels of [[plans]] table `number`: a text for one plan, or a list with a text for each."""
+    """Return `value`, the label of the file's [[plans]] table `number`, as a list of labels for its `num_plans` plans."""
     labels = value if isinstance(value, list) else [value]
     if len(labels) != num_plans:
         needs = f"a list of {num_plans} labels" if num_plans > 1 else "one label"

@@ -178,7 +178,7 @@ class WorkerOptions:
 
 
 def work(store: Store, engine: Engine, options: WorkerOptions | None = None) -> int:
-    """Run trials until all are finished, and return how many this worker finished; an interruption releases its claims."""
+    """Run trials until all are finished, and return how many this worker finished; if interrupted, it releases its trials."""
     return Worker(store, engine, options or WorkerOptions()).run()
 
 

@@ -198,7 +198,7 @@ class TrainingSetup:
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def session(self, model: nn.Module) -> Any:
-        """Return a session of the plan on `model`, or a context that does nothing if the plan is empty and the mode is "store"."""
+        """Apply the plan to `model` and return the session; a context that does nothing if the plan is empty in mode "store"."""
         if self.mode == "store" and not (self.plan.rules or self.plan.recompute):
             return nullcontext()
         return apply(self.plan, model, seed=self.seed, mode=self.mode)

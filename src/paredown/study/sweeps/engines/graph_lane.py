@@ -42,7 +42,7 @@ class InitialStates:
         self._states: OrderedDict[Any, list[Tensor]] = OrderedDict()
 
     def of(self, key: Any, setting: TrainingSetup) -> list[Tensor]:
-        """Return the initial parameters and buffers for the seed of `setting`; `key` identifies the model."""
+        """Return the initial parameters and buffers of the model that `key` identifies, for the seed of `setting`."""
         state = self._states.pop((key, setting.seed), None)
         if state is None:
             state = [tensor.detach().to(setting.device) for tensor in tensors_of(setting.model())]
@@ -60,7 +60,7 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 
 @dataclass
 class LaneRun:
-    """One training in a lane: its loss curve, its data, and how much of it is queued on the device."""
+    """One training in a lane (a model with captured graphs): its loss curve, its data, and how much of it is queued."""
 
     setting: TrainingSetup
     head: Trial
