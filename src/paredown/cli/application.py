@@ -66,7 +66,7 @@ LONG = 2000  # characters of a message; exceptions of libraries can have any len
 
 
 class InterruptedWithStore(KeyboardInterrupt):
-    """Raised when the user interrupts work that can be resumed, since its finished trials are in a store."""
+    """Raised when the user interrupts work that can be resumed, since its finished trials are in a database."""
 
 
 class Exit(IntEnum):
@@ -344,7 +344,7 @@ class SubjectOptions:
 
 
 def step_text(model: str, options: SubjectOptions) -> str:
-    """Return `model` and `options` as arguments of `paredown plan`, for a command that an error message suggests.
+    """Return `model` and `options` as arguments of `paredown plan`, for a command that a message suggests.
 
     >>> step_text("net.py:make", SubjectOptions(input="3x32x32", batch=4, compiled=True, chunked_loss=False))
     'net.py:make --input 3x32x32 --batch 4 --compiled --no-chunked-loss'

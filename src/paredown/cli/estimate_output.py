@@ -173,10 +173,7 @@ class EstimatedStep:
         return [*lines, *([f"Assumed: {', '.join(self.assumed)}."] if self.assumed else [])]
 
     def lines(self, budget: Budget | None, *, requested: bool) -> list[str]:
-        """Return the lines that `paredown estimate` prints: verdict, bars, step, `budget`, tables and notes.
-
-        `requested` says whether the user named plans.
-        """
+        """Return the lines that `paredown estimate` prints; `requested` says whether the user named the plans."""
         bars_shown = bars(self._rows_with_bars(requested=requested), self.budget_bytes, in_colour=has_colour())
         step, *details = self.step_lines()
         head = [styled_verdict(self.verdict(requested=requested)), "", *bars_shown, "", heading(step), *details]
@@ -187,7 +184,7 @@ class EstimatedStep:
         return [*head, "", *_tables(self.plans, self.budget_bytes), *(["", *reasons] if reasons else []), *notes]
 
     def _rows_with_bars(self, *, requested: bool) -> Sequence[EstimateRow]:
-        """Return the plans to draw bars of: those that the user `requested`, otherwise the baseline and one that fits."""
+        """Return the rows with bars: the first ones, or with a budget and no `requested` plans the baseline and one that fits."""
         if requested or self.budget_bytes is None:
             return self.plans[:SHOWN_BARS]
         first = self.plans[0]
@@ -294,10 +291,7 @@ def bars(rows: Sequence[EstimateRow], allowed: int | None, *, in_colour: bool, c
 
 
 def _legend(parts: Sequence[str], indent: int, columns: int | None, *, separator: str) -> list[str]:
-    """Return the legend, its `parts` joined by `separator`, in lines of at most `columns` characters; None: in one line.
-
-    Each line begins with `indent` spaces.
-    """
+    """Return the legend: `parts` joined by `separator`, in indented lines of up to `columns` characters; None: in one line."""
     lines: list[str] = []
     for part in parts:
         longer = f"{lines[-1]}{separator}{part}" if lines else ""

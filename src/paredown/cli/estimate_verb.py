@@ -142,10 +142,7 @@ class EstimateRequest:
             )
 
     def plans_for(self, subject: Subject) -> dict[str, Plan]:
-        """Return the plans to show for the step `subject`, by name, with the checkpointing, offloading and tiles of the options.
-
-        Formats of frozen weights (--frozen) are added, too.
-        """
+        """Return the plans to show for the step `subject`, by name, changed by options such as --checkpointing and --tile."""
         from paredown.cli.subject import name_of, read_plan
         from paredown.session.checkpointing import repeated_layers_of
 

@@ -190,7 +190,7 @@ def _assumed_batch(num: int) -> str:
 
 
 def _assumed_tokens(batch: Mapping[str, Tensor], tail: str, changes: SubjectOptions) -> tuple[str, ...]:
-    """Return texts that tell the user which batch size, and which length unless an option set it, a Hugging Face config has got.
+    """Return texts that name the batch size, and the length unless an option sets it, assumed for a Hugging Face config.
 
     `tail` is the text of options after the # of the argument; `changes` has the options that begin with --.
     """
@@ -200,7 +200,7 @@ def _assumed_tokens(batch: Mapping[str, Tensor], tail: str, changes: SubjectOpti
 
 
 def _assumed_of_model(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return texts on the batch size and the length or picture size that `options` leave open for the built-in model `name`."""
+    """Return texts that name the sizes assumed for the built-in model `name`: batch, and length or picture, unless in `options`."""
     key, size = ("length", f"length {LENGTH}") if name in OF_TEXT else ("picture", f"pictures of {PICTURE} x {PICTURE}")
     batch = () if "batch" in options else (_assumed_batch(BATCH),)
     return (*batch, *(() if key in options else (f"{size} (#{key}=N sets it)",)))

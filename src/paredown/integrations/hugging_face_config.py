@@ -115,10 +115,7 @@ def _offline() -> Generator[None]:
 
 
 def _model(config: Any, dtype: Any) -> nn.Module:
-    """Return on the meta device the model of the config's first architecture, or else a causal language model, in `dtype`.
-
-    With None, the weights have the dtype of the config.
-    """
+    """Return on the meta device the model of the config's first architecture, else a causal language model, in `dtype`."""
     import transformers
 
     if dtype is not None and dtype not in CONFIG_DTYPES:

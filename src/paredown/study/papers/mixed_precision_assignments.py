@@ -172,7 +172,7 @@ class Formats:
     rounding: Rounding = Rounding.NEAREST_AWAY
 
     def of(self, role: Role, *, is_low: bool) -> Assignment:
-        """Return the format, rounding and overflow mode of tensors of this role, in low precision if `is_low`, else in high."""
+        """Return the format, rounding and overflow mode for a role, in low precision if `is_low`; gradients are always high."""
         is_backward = role in (Role.ERROR, Role.GRADIENT)
         low = self.backward if is_backward else self.forward
         overflow = Overflow.NONFINITE if is_backward else Overflow.SATURATE
@@ -183,10 +183,7 @@ FORMATS = Formats()
 
 
 def plan_of(outline: Outline, low: Low, formats: Formats = FORMATS, reason: str = "") -> Plan:
-    """Return the plan with low precision for the tensors `low`, and high precision for all others of the step `outline`.
-
-    The plan's reason begins with `reason`.
-    """
+    """Return the plan with low precision for `low`, and high for all other tensors; its own reason begins with `reason`."""
     high_rules = [(role.value, formats.of(role, is_low=False)) for role in ROLES]
     low_rules = [
         (slot_key(name, role), formats.of(role, is_low=True)) for role, name in sorted(low, key=lambda key: (key[0].value, key[1]))
@@ -204,10 +201,7 @@ def high_plan() -> Plan:
 
 
 def operator(outline: Outline) -> Low:
-    """Return the tensors that HFP8 has in low precision: inputs, weights and output gradients of all but the end products.
-
-    End products are the first and the last one.
-    """
+    """Return the tensors that HFP8 has in low precision: operands and output gradients of products, but the first and last."""
     products = [index for index, value in enumerate(outline.values) if value.is_product]
     low: set[tuple[Role, str]] = set()
     for value in (outline.values[index] for index in products):

@@ -42,7 +42,7 @@ SHARE = 0.2  # of entries that are observed, or the largest propensity of one
 
 @dataclass(frozen=True)
 class CrossValidationSetting:
-    """One of the paper's settings: which entries of prior tasks are observed, and whether memory is capped.
+    """One of the paper's settings: which errors of prior tasks are observed, and whether memory is capped.
 
     `is_leaky`: the new task's row is sampled and completed among the others, as in PEPPP's released code.
     """
@@ -103,7 +103,7 @@ class PriorRows:
 
 
 def prior_rows(matrices: Matrices, left_out: int, setting: CrossValidationSetting) -> PriorRows:
-    """Return the errors of all tasks but `left_out`, sampled and completed as the setting says, as the prior of that task."""
+    """Return what a picker may know of all tasks but `left_out`: their errors, sampled and completed as `setting` says."""
     rows = [row for row in range(len(matrices.errors)) if setting.is_leaky or row != left_out]
     errors, memory = matrices.errors[rows], matrices.memory[rows]
     if setting.sampling == "full":

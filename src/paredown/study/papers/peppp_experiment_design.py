@@ -319,7 +319,7 @@ PICKERS: Mapping[str, Picker] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Pooled:
-    """A picker, like the published ones of PICKERS, that predicts errors by the posterior of `pick`."""
+    """A picker (it measures some plans and predicts the others) that predicts errors as `pick` does, from prior and trials."""
 
     def __call__(self, known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         """Return predictions after each number of measurements in `counts`; `measure(plan)` returns a measured error."""
@@ -361,7 +361,7 @@ def front_gains(prior: Prior, posterior: Posterior, memory: Array, measured: Arr
 
 
 def predicted(prior: Prior, posterior: Posterior, chosen: list[int], errors: Array) -> Prediction:
-    """Return the posterior's errors of all plans as a Prediction; `errors` are those measured on the `chosen` plans."""
+    """Return the errors that `posterior` predicts as a Prediction; `errors` has those that were measured on `chosen` plans."""
     levels, measured, noise = prior.levels, errors[chosen], posterior.noise
     luck_of_level = np.sqrt(noise) * np.array([luck(int(size)) for size in np.bincount(levels)])
     means = posterior.mean[levels]

@@ -94,7 +94,7 @@ class TaskStep:
         return features_of(plan, None if self.trace_of is None else self.trace_of(plan))
 
     def plan_of(self, row: PlanRow) -> Plan:
-        """Return the plan of a column of the prior; if the column is a template, `assign` makes the plan for this step."""
+        """Return the plan of a column of the prior, the errors of earlier tasks; if it is a template, `assign` makes the plan."""
         if row.plan is not None:
             return Plan.from_json(row.plan)
         template, budget_bytes = PlanTemplate.parse(row.template), self.budget_of(row)
@@ -127,7 +127,7 @@ class TaskStep:
         return found
 
     def state_trace(self) -> Trace:
-        """Return the trace of the step under a plan with formats for weights and optimizer state; PlanError in simulate mode."""
+        """Return the trace of the step under a plan with formats for weights and optimizer state; PlanError if it is simulated."""
         if self.trace_of is None:
             raise PlanError("plans with a format for each slot need a step that stores them: mode 'store', not a simulated one.")
         return self.trace_of(Plan.preset("lpmm"))
@@ -142,23 +142,23 @@ class Candidates:
 
     @property
     def columns(self) -> NDArray[np.intp]:
-        """Return the column of each candidate in the prior, -1 for plans that the prior does not have."""
+        """Return each candidate plan's column in the prior, the errors of earlier tasks; -1 if the prior lacks the plan."""
         return np.array([row.column for row in self.rows], dtype=np.intp)
 
     @property
     def error_columns(self) -> NDArray[np.intp]:
-        """Return the column of the prior with each candidate's errors; plans that quantize nothing have the baseline's."""
+        """Return the prior's column with each candidate plan's errors: the baseline's, if the plan quantizes nothing."""
         baseline = next((row.column for row in self.rows if row.plan.changes_nothing), -1)
         return np.where([row.plan.quantizes_nothing and baseline >= 0 for row in self.rows], baseline, self.columns)
 
     @property
     def features(self) -> Array:
-        """Return the features of the candidates, (plans, features)."""
+        """Return the features of the candidate plans, numbers by which they are compared, (plans, features)."""
         return np.array([row.features for row in self.rows]).reshape(len(self.rows), len(NAMES))
 
     @property
     def memory(self) -> Array:
-        """Return the predicted peak bytes of the candidates, (plans,)."""
+        """Return the predicted peak bytes of the candidate plans, (plans,)."""
         return np.array([row.predicted_bytes for row in self.rows], dtype=float)
 
 

@@ -114,10 +114,7 @@ def pick(
 
 
 def _calibrated_seconds(task: Task, device: str, mode: str) -> Callable[[Plan], float | None] | None:
-    """Return a function from plans to step seconds, predicted by this device's calibration; None without a calibration.
-
-    Simulated plans have none.
-    """
+    """Return a function from plans to step seconds, predicted from a calibration; None without one, or if mode is not "store"."""
     calibration = find_calibration(device)[0] if mode == "store" else None
     if calibration is None:
         return None

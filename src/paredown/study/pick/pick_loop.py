@@ -244,7 +244,7 @@ class PickLoop:
     # --- the answer ---------------------------------------------------------------------------------------------
 
     def estimate(self) -> posterior.Estimate:
-        """Return the posterior of every plan's error, relative to random guessing."""
+        """Return the predicted error of every plan, given the prior and the trials, relative to random guessing."""
         estimate = posterior.Estimate.after(self.prior, self.needed(), self.runs())
         return replace(estimate, exact=self._exact, times=comparable_times(time[:2] for time in self.step_times()))
 
@@ -255,10 +255,7 @@ class PickLoop:
         return posterior.ErrorMargin(self.max_error_increase / self._unit, self.confidence, self._index_of[Plan().key])
 
     def choice(self) -> posterior.BudgetChoice:
-        """Return the plan of least expected error within the budget, or with `max_error_increase` the smallest that it allows.
-
-        BudgetError if there is none.
-        """
+        """Return the plan of least expected error within the budget; with `max_error_increase`, the smallest that it allows."""
         estimate, margin = self.estimate(), self.margin()
         return estimate.best(self.budget_bytes) if margin is None else estimate.smallest(self.budget_bytes, margin)
 

@@ -84,7 +84,7 @@ class LevelSums:
 
     @staticmethod
     def of(errors: Array, levels: Indices, weights: Array | None = None) -> LevelSums:
-        """Return the sums of `errors` (tasks, runs), NaN where not observed; `levels` (runs,) has the level of each column."""
+        """Return the sums of `errors` (tasks, runs), NaN where not observed; `levels` has each column's level, a group of plans."""
         membership = (levels[:, None] == np.arange(int(levels.max()) + 1)).astype(float)
         observed = np.where(np.isfinite(errors), errors, 0.0)
         count, total, square = (part @ membership for part in (np.isfinite(errors), observed, observed**2))
@@ -104,7 +104,7 @@ class Posterior:
 
     @property
     def deviations(self) -> Array:
-        """Return the standard deviations of the levels' errors."""
+        """Return the standard deviation of the error of each level, a group of plans that differ by noise alone."""
         return np.sqrt(np.diagonal(self.covariance))
 
 
@@ -144,12 +144,12 @@ class Gaussian:
         return found
 
     def noise_at(self, height: float) -> Array:
-        """Return the variance of single runs at each level, (levels,), for a task whose mean error is `height` above average."""
+        """Return the variance of a run at each level (group of plans) for a task whose mean error is `height` above average."""
         slope, intercept = self.noise_line
         return math.exp(intercept + slope * (float(self.mean.mean()) + height)) * self.noise_ratios
 
     def given(self, levels: Sequence[int] | Indices, errors: Sequence[float] | Array) -> Posterior:
-        """Return the distribution after some runs: run i was of a plan of level `levels[i]`, and had the error `errors[i]`."""
+        """Return the distribution after runs: run i was of a plan of level (group) `levels[i]`, and had the error `errors[i]`."""
         levels = np.asarray(levels, dtype=np.intp)
         if not len(levels):
             return Posterior(self.mean, self.covariance, self.noise_at(0.0))
@@ -213,7 +213,7 @@ class Prior:
 
     @staticmethod
     def of(errors: Array, levels: Indices | None = None) -> Prior:
-        """Return the prior fitted to errors (tasks, plans), NaN where not observed; without `levels`, each plan is a level of its own."""
+        """Return the prior fitted to errors (tasks, plans), NaN where unknown; plans of equal `levels` differ by noise alone."""
         if not np.isfinite(errors).any():
             raise PlanError(f"a prior needs errors: the matrix {errors.shape} of tasks and plans has no number in it.")
         errors = np.where(np.isfinite(errors), errors, np.nan)
@@ -221,7 +221,7 @@ class Prior:
         return Prior(levels, Gaussian.fitted(LevelSums.of(errors, levels)), float(np.nanmax(errors)))
 
     def after(self, runs: Sequence[Run]) -> Posterior:
-        """Return the posterior of the levels' errors after these runs; a run that diverged does not change it."""
+        """Return the distribution of errors by level (group of plans) after these runs; diverged runs do not change it."""
         runs = [run for run in runs if np.isfinite(run.error)]
         return self.gaussian.given(self.levels[[run.plan for run in runs]], [run.error for run in runs])
 
@@ -246,7 +246,7 @@ class BudgetChoice(NamedTuple):
 
 
 class ErrorMargin(NamedTuple):
-    """Says how far a mean error may exceed the plan `baseline`'s, and with what probability (`confidence`) it must not do more."""
+    """Says by how much (`increase`) a mean error may exceed the plan `baseline`'s, and how probably it must stay within."""
 
     increase: float
     confidence: float

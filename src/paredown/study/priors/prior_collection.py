@@ -174,10 +174,7 @@ def _seed_indices(entries: Iterable[CollectedTrial]) -> dict[tuple[str, int], in
 
 
 def _bytes(entry: CollectedTrial, mode: str, folder: Path | None) -> float:
-    """Return a trial's predicted peak bytes; in simulate mode those of PEPPP's model, if it knows the plan.
-
-    The model needs the task, whose code is loaded from `folder` alone.
-    """
+    """Return a trial's predicted peak bytes; in simulate mode PEPPP's count if possible, of a task whose code is in `folder`."""
     if mode == "simulate":
         try:
             return peppp_bytes(entry.task, entry.trial.plan, folder)
@@ -196,17 +193,14 @@ def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
 
 
 def _distinct_task_rows(tasks: list[TaskRow], source: str) -> list[TaskRow]:
-    """Return `tasks` with distinct names: if two short names are equal, the whole text of the task, or a number, is added.
-
-    `source` is the name of their prior.
-    """
+    """Return `tasks` with the prior's name `source`, and distinct names: where two are equal, longer ones, or with a number."""
     count = Counter(row.name for row in tasks)
     names = distinct(row.name if count[row.name] == 1 else row.text for row in tasks)
     return [replace(row, source=source, name=name) for row, name in zip(tasks, names, strict=True)]
 
 
 def provenance_of(entries: Iterable[CollectedTrial]) -> tuple[dict[str, Any], ...]:
-    """Return a record for each combination of commit, device and versions that trials ran with: number of trials, sweeps, today's date."""
+    """Return a dict for each combination of commit, device and versions: number of trials, sweeps, today's date."""
     groups: dict[str, list[CollectedTrial]] = {}
     for entry in {id(entry.trial): entry for entry in entries}.values():  # a trial may be in two columns
         trial = entry.trial
@@ -223,7 +217,7 @@ def provenance_of(entries: Iterable[CollectedTrial]) -> tuple[dict[str, Any], ..
 
 
 def row_of_task(text: str, folder: Path | None) -> TaskRow:
-    """Return the prior's row of a task; if the task cannot be loaded, or is code and `folder` is None, the row has what `text` says."""
+    """Return a task's row of a prior; if the task cannot be loaded, or is code and `folder` is None, from its text alone."""
     portable = portable_text(text)
     head, _, tail = portable.partition("#")
     data = PurePath(head.partition(":")[2] or head).name
@@ -249,7 +243,7 @@ def row_of_task(text: str, folder: Path | None) -> TaskRow:
 
 
 def row_of(plan: Plan) -> PlanRow:
-    """Return the prior's column of a plan: its JSON, a label, and for PEPPP's configurations a level."""
+    """Return a plan's column of a prior: JSON, label, and for PEPPP's configurations a level, which plans alike share."""
     formats = {key: str(assignment.format) for key, assignment in plan.rules if assignment.format is not None}
     low, high = (PEPPP_FORMAT.fullmatch(formats.get(role, "")) for role in ("weight", "master"))
     if low and high:

@@ -70,7 +70,7 @@ class PriorFile:
 
 
 def load(name: str | os.PathLike[str] = "stored") -> PriorData:
-    """Return the prior called `name`, or the prior in a file if `name` is a path."""
+    """Return the prior (errors of earlier tasks under plans) called `name`, or the one in a file if `name` is a path."""
     text = os.fspath(name)
     if text.endswith(".json") or "/" in text or os.sep in text:
         return read_prior(Path(text))

@@ -127,7 +127,7 @@ MOST_CURVES = 200  # training curves that are drawn
 
 @dataclass(frozen=True, repr=False)
 class Record:
-    """The content of a report page: a study of each task, trials (`runs`), changes of storage, and actions of the run's Guard.
+    """The content of a report page: a Study for each task, trials (`runs`), and what the Guard of a session did (`actions`).
 
     `changes`: tensors of the step that are not stored as the plan requests; `given`: how every tensor is stored.
     """
@@ -150,10 +150,7 @@ class Record:
 
     @staticmethod
     def of_pick(picked: Picked, *, trace: Trace | None = None, title: str = "", session: Session | None = None) -> Record:
-        """Return the record of a pick; a `trace` adds the memory of its plans, a `session` how it stored tensors.
-
-        The actions of the session's Guard are added, too.
-        """
+        """Return the record of a pick; `trace` adds memory of plans, `session` how tensors are stored and what its Guard did."""
         study = parts.study_of_pick(picked)
         labels = Labels({point.label: point.plan for point in picked.frontier.points})
         record = Record(title or f"{picked.task}: a plan within a budget", studies=(study,)).with_trials(picked.trials, labels)
@@ -229,7 +226,7 @@ class Record:
         )
 
     def with_footprints(self, trace: Trace, plans: Mapping[str, Plan], *, task: str = "") -> Record:
-        """Return this record with the memory of a step under these plans, in the study of `task` (default: the first)."""
+        """Return this record with the memory of a step under `plans`, in the Study (part) of `task`, by default the first one."""
         studies = self.studies or (parts.Study(task or trace.model),)
         task = task or studies[0].task
         if task not in (study.task for study in studies):
@@ -242,10 +239,7 @@ class Record:
         )
 
     def with_session(self, session: Session) -> Record:
-        """Return this record with how a session, which must be open and have run a step, stores every tensor.
-
-        Changes, where storage is not as the plan requests, and the actions of the session's Guard are added, too.
-        """
+        """Return this record with how an open session stores every tensor, after a step, and what its Guard has done."""
         given = tuple(Change(row.slot, row.asked, row.now, row.why) for row in session.explain())
         return replace(self, changes=tuple(session.changes), given=given, actions=tuple(session.actions))
 
@@ -266,16 +260,13 @@ class Record:
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Record:
-        """Return the record that `save` wrote; ReportError if the file holds none."""
+        """Return the record, a report's content, that `save` wrote; ReportError if the file holds none."""
         hint = "Records are written by record.save(path)."
         return load_json(path, "record", ReportError, Record.from_json, hint=hint, name=Path(path).name)
 
 
 def _times(finished: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return (end time, host) of each finished trial, a row of a store; a host is called "host 1" in order of first trials.
-
-    Pages name no machines.
-    """
+    """Return (end time, host) of each row of a finished trial; hosts are "host 1" and so on, since pages name no machines."""
     first: dict[str, str] = {}
     for row in finished:
         if row["host"]:

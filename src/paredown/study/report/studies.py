@@ -73,7 +73,7 @@ class SlotRow(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Predicted bytes of a step under the plan with this label: at the peak by role, over time (`phases`), and by slot."""
+    """Predicted bytes of a step under the plan `label`: at the peak by role, over time (`phases`), and by slot (tensor)."""
 
     label: str
     peak_bytes: int
@@ -148,7 +148,7 @@ class Study:
         return [mark for mark, least in known if least is not None and most is not None and least <= most]
 
     def with_memory(self, kept: tuple[MemoryUse, ...], written: str, full_bytes: int | None) -> Study:
-        """Return this study with the memory of more plans (`kept`); it gets the baseline's label (`written`) and peak if it has none."""
+        """Return this part of a report with memory of more plans (`kept`), and the baseline's label and peak if it has none."""
         known = {"written": self.written or written, "full_bytes": self.full_bytes or full_bytes}
         return replace(self, kept=(*self.kept, *kept), **known)
 
@@ -196,7 +196,7 @@ def choose(marks: Sequence[PlanMark], written: str = "") -> tuple[BudgetPick, ..
 
 
 def with_front(marks: Iterable[PlanMark], picks: Iterable[BudgetPick], picked: str = "") -> tuple[PlanMark, ...]:
-    """Return the chart's marks with `on_front` set for those on its line: plans to pick for some budget, among them `picked`.
+    """Return the chart's points with `on_front` set for those on its line: plans to pick for some budget, and `picked`.
 
     A plan with less memory and less error than `picked` is not on the line; the page says why it was not picked.
 
@@ -282,7 +282,7 @@ LIBRARIES = "libraries"  # beside the roles: workspaces of libraries such as cuB
 
 
 def study_of_pick(picked: Picked) -> Study:
-    """Return the study that shows the answer of a `pick`: a mark for each plan, the Pareto front, and the reason."""
+    """Return a report's part on the answer of `pick`: a mark (point of the chart) for each plan, Pareto front, and reason."""
     frontier = picked.frontier
     counts = Counter(trial.plan.key for trial in picked.trials)
     marks = tuple(_mark(point, point.num_trials or counts[point.plan.key]) for point in frontier.points)
@@ -330,7 +330,7 @@ def _mark(point: Point, num_trials: int) -> PlanMark:
 
 
 def study_of_trials(task: str, trials: Sequence[Trial], labels: Labels) -> Study:
-    """Return the study that shows measured trials: a mark for each plan with known bytes, and means over seeds."""
+    """Return a report's part on trials of a task: a mark (point of the chart) for each plan with known bytes, by means."""
     by_label: dict[str, list[Trial]] = {}
     for trial in with_baseline_steps((task, trial) for trial in trials):
         by_label.setdefault(labels.of(trial.plan, task), []).append(trial)

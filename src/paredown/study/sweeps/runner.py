@@ -100,7 +100,10 @@ def make_engine(name: str, run: RunTrial, *, slots: int | None = None, ray: RayO
 
 
 def add_sweep(sweep: Sweep, store: Store, *, cost: Cost | None = None) -> AddResult:
-    """Add the trials of a sweep that the store lacks, and count new and old ones; the method `cheap_first` needs `cost(task, plan)`."""
+    """Add the trials of a sweep that `store`, a database, lacks, and count new and old ones.
+
+    The method `cheap_first` needs `cost(task, plan)`, predicted bytes.
+    """
     return store.add(sweep.name, sweep.draw(cost))
 
 

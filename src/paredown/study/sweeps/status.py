@@ -100,7 +100,7 @@ NUM_NAMED_PAIRS = 3  # in one message
 
 
 def say_infeasible(pairs: Sequence[InfeasibleTrials], total: int) -> str:
-    """Return a message with the number of infeasible trials out of `total`, and the first few tasks and templates with reasons."""
+    """Return a message on trials without a plan that fits: their number out of `total`, and the first few with reasons."""
     num, more = sum(pair.num_trials for pair in pairs), len(pairs) - NUM_NAMED_PAIRS
     verbs = "is infeasible and does" if num == 1 else "are infeasible and do"
     others = f" And {more} more, which `paredown sweep status` lists." if more > 0 else ""
@@ -108,7 +108,7 @@ def say_infeasible(pairs: Sequence[InfeasibleTrials], total: int) -> str:
 
 
 def find_infeasible(store: Store, sweep: str) -> list[InfeasibleTrials]:
-    """Return the infeasible trials of a sweep by task and template, in the sweep's order."""
+    """Return a sweep's trials that cannot run, since no plan of their template fits its budget, by task and template."""
     columns = (TRIALS.c.task, TRIALS.c.label, TRIALS.c.plan, TRIALS.c.result)
     query = select(*columns).where(TRIALS.c.sweep == sweep, IS_INFEASIBLE).order_by(TRIALS.c.place)
     pairs: dict[tuple[str, str], InfeasibleTrials] = {}
@@ -124,7 +124,7 @@ def find_infeasible(store: Store, sweep: str) -> list[InfeasibleTrials]:
 
 
 def count(store: Store) -> list[SweepCounts]:
-    """Return the numbers of trials of every sweep in a store, by state."""
+    """Return the numbers of trials of every sweep in a database of trials, by state."""
     columns = (TRIALS.c.sweep, TRIALS.c.state, TRIALS.c.status)
     rows = store.database.read(lambda c: c.execute(select(*columns, func.count()).group_by(*columns)).all())
     by_sweep: dict[str, dict[str, int]] = {}
@@ -187,10 +187,7 @@ class Pace:
     _counts: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
     def add(self, finished: int, now: float) -> float | None:
-        """Add a count of finished trials at the time `now`, and return trials per minute over the last WINDOW_SECONDS.
-
-        None if none has finished in this time.
-        """
+        """Add a count of finished trials at time `now`, and return trials per minute over WINDOW_SECONDS; None if none ended."""
         self._counts.append((now, finished))
         while len(self._counts) > 2 and now - self._counts[0][0] > WINDOW_SECONDS:
             self._counts.popleft()
@@ -224,7 +221,7 @@ class SweepProgress:
 
 
 class SweepWatcher:
-    """Reads the progress of `sweep` (None: of all sweeps) from a store, at most once in `seconds`."""
+    """Reads the progress of `sweep` (None: of all sweeps) from a database of trials, at most once in `seconds`."""
 
     def __init__(self, store: Store, sweep: str | None = None, *, seconds: float = 1.0) -> None:
         self._store, self._sweep, self._seconds = store, sweep, seconds

@@ -42,7 +42,7 @@ RESULT = ("state", "worker", "claim", "status", "error", "seconds", "result", "s
 
 
 class WriteOutcome(str, Enum):
-    """What happened to a result that a worker wrote to a store."""
+    """Says what happened to a result that a worker wrote: it counted, came too late, or the trial runs again."""
 
     COUNTED = "counted"  # it is the trial's result
     LATE = "late"  # the trial already had the result of another worker
@@ -144,7 +144,7 @@ def parsed_plan(text: str) -> Plan:
 
 
 def result_values(trial: Trial, token: str | None, started_at: str | None, finished_at: str, host: str | None) -> dict[str, Any]:
-    """Return the values of the database's columns for a finished trial; `token` identifies the claim by which it ran."""
+    """Return the values of the database's columns for a finished trial; `token` says under which reservation it ran."""
     numbers = {"status": trial.status.value, "error": trial.error, "seconds": trial.seconds}
     times = {"started_at": started_at, "finished_at": finished_at, "host": host}
     return {"state": FINISHED, "worker": None, "claim": token, **numbers, "result": json.dumps(trial.to_json()), **times}
@@ -191,7 +191,7 @@ BATCH = 200  # rows of one statement: SQLite allows 32766 values
 
 
 class AddResult(NamedTuple):
-    """Counts the trials that `Store.add` added, and those that the store had already."""
+    """Counts the trials that `Store.add` added, and those that the database had already."""
 
     num_new: int
     num_there: int
@@ -229,7 +229,7 @@ class Store:
         self.database.close()
 
     def add(self, sweep: str, drawn: Iterable[DrawnTrial]) -> AddResult:
-        """Add the trials of a sweep that the store does not have, and return how many were new.
+        """Add the trials of a sweep that the database does not have, and return how many were new.
 
         Trials that are still open get the new order and settings; all trials get the new labels. A sweep with a raised share continues with
         its finished trials: if a trial was drawn before and now, it has the larger of its two propensities (probabilities to be drawn).
@@ -272,7 +272,7 @@ class Store:
     def exchange(
         self, worker: str, ended: Sequence[EndedTrial], num: int, *, sweep: str | None = None, without: Sequence[str] = ()
     ) -> tuple[list[WrittenResult], list[Claim]]:
-        """Run `finish` and `claim` in one transaction, and return the outcome of each result and the next trials to run."""
+        """Write the results of `ended` trials and reserve up to `num` new ones in one transaction, as `finish` and `claim` do."""
         now, attempts = utc_now(), count()  # one time for all attempts to write
         token = uuid4().hex
         values: dict[str, Any] = {"by": worker, "token": token, "num": num, "now": now, "here": socket.gethostname()}

@@ -77,7 +77,7 @@ class TrialSpec:
     settings: TrialSettings = TrialSettings()
 
     def key(self, sweep: str, *, infeasible: str = "") -> str:
-        """Return the key of this trial in a store: a hash of sweep, task, plan, seed, mode and device, the same on any machine.
+        """Return the key of this trial in a database: a hash of sweep, task, plan, seed, mode, device, equal on any machine.
 
         An infeasible trial has no plan; its template `infeasible`, such as "assign 10% role", takes the place of the plan in the hash.
         """
@@ -106,11 +106,11 @@ class DrawnTrial(NamedTuple):
     infeasible: str = ""
 
     def key(self, sweep: str) -> str:
-        """Return the key of this trial in a store."""
+        """Return the key of this trial in a database of trials."""
         return self.spec.key(sweep, infeasible=templates_of(self.spec.plan)[0] if self.infeasible else "")
 
     def infeasible_keys(self, sweep: str) -> list[str]:
-        """Return the keys under which the store has this trial if no plan fitted its budget when it was added."""
+        """Return the keys under which a database has this trial if no plan fitted its budget when it was added."""
         return [] if self.infeasible else [self.spec.key(sweep, infeasible=text) for text in templates_of(self.spec.plan)]
 
 
@@ -123,12 +123,12 @@ class InfeasiblePair(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """Return a plan without rules that stands for the template, from which no plan could be made."""
+        """Return a plan without rules that stands for the template (`assign` with a budget), which gave no plan."""
         return Plan((), self.reason, {TEMPLATE_FIELD: str(self.template)})
 
 
 class Claim(NamedTuple):
-    """A trial that a worker has claimed from a store and may run; the random `token` identifies the claim."""
+    """A trial of a database that a worker has reserved and may run; the random `token` identifies the reservation."""
 
     key: str
     sweep: str
@@ -141,7 +141,7 @@ class Claim(NamedTuple):
 
 
 class EndedTrial(NamedTuple):
-    """A claimed trial that has ended, with its result.
+    """A trial that a worker reserved in a database (`claim`) and that has ended, with its result.
 
     If the process of the trial died, `trial` is None and `reason` describes how it died. `host` None means the worker's host.
     """
@@ -306,7 +306,7 @@ def _check_labels(labels: Any) -> tuple[tuple[str, Plan | PlanTemplate], ...]:
 
 
 def label_of(plan: Plan, given: Mapping[Hashable, str] | None = None) -> str:
-    """Return the label of a plan: the one in `given` under its key or template, else its template, its preset, or its formats."""
+    """Return a plan's label: the one `given` for its key or its template, else its template's text, its preset, or its formats."""
     given = given or {}
     if plan.key in given:
         return given[plan.key]

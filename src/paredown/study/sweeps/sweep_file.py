@@ -64,7 +64,7 @@ MEMBERS: dict[str, type] = {"tasks": str, "seeds": int, "plans": dict}
 
 
 class SweepFile(NamedTuple):
-    """What a sweep file says: the sweep, the address of its store (None if the file names none), and the folder of its tasks."""
+    """Says what a sweep file has: the sweep, the address of a database (None if it names none), the folder of the tasks."""
 
     sweep: Sweep
     store: str | None

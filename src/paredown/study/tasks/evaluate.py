@@ -344,10 +344,7 @@ def _trained(
 
 
 def _predicted(setting: training.TrainingSetup) -> int | None:
-    """Return the predicted peak bytes of a training; None if its step cannot be traced.
-
-    None, too, if a simulated plan has rules for values that no step stores.
-    """
+    """Return the predicted peak bytes of a training; None if its step cannot be traced, or lacks values of a simulated plan."""
     keys = tuple(key for key, _ in setting.plan.rules)
     if setting.mode != "store" and keys in _refused.get(setting.task, ()):
         return None

@@ -151,7 +151,7 @@ def task_learning_rate(task: Task, step: int) -> float:
 
 
 def make_optimizer(settings: OptimizerSettings, model: nn.Module, *, seed: int = 0, mode: Any = "store") -> torch.optim.Optimizer:
-    """Return the optimizer of `settings`: in store mode from `paredown.optim`, with the session's formats, else torch's where it exists."""
+    """Return the optimizer of `settings`: in mode "store" from paredown.optim, with the plan's formats, else torch's if any."""
     kind, implied = RULES[settings.optimizer]
     options = {"lr": settings.lr, **implied, **settings.options}
     if kind == "Muon":
@@ -305,7 +305,7 @@ def train(
 
 @torch.no_grad()
 def judge(loop: Loop) -> tuple[float, float]:
-    """Return the mean error and the mean loss on all test examples, with the plan's session still open."""
+    """Return the mean error and the mean loss of the trained model on all test examples, with the plan still applied."""
     task, setting = loop.setting.task, loop.setting
     error, loss, count = 0.0, 0.0, 0
     loop.model.eval()

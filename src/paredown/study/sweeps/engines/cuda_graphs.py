@@ -199,7 +199,7 @@ class GraphBench:
             log.warning("Trials of task %r share no captured graph and run alone: %s.", name, reason)
 
     def _has_freed_memory(self) -> bool:
-        """Free idle lanes after an allocation failed, limit lanes to the busy ones, and return whether a retry may find memory."""
+        """After an allocation failed, free idle lanes (models with graphs), allow no more lanes, and return whether to retry."""
         dropped = self._drop_idle()
         if self._begun:
             self._num_lanes = len(self._begun)
@@ -231,7 +231,7 @@ class GraphBench:
         self.begun.append(queued.key)
 
     def _forget(self) -> None:
-        """Close idle groups of lanes, those unused for longest first, until at most MAX_GROUPS groups are left."""
+        """Close idle groups of lanes (models with graphs), those unused for longest first, until MAX_GROUPS are left at most."""
         idle = [kind for kind, group in self._groups.items() if not group.queue and len(group.idle) == len(group.lanes)]
         for kind in idle[: max(0, len(self._groups) - MAX_GROUPS)]:
             for lane in self._groups.pop(kind).lanes:
@@ -298,7 +298,7 @@ class GraphsEngine(processes.Engine):
             self._children[gpu].pipe.send((claim.key, claim.spec))
 
     def _start_alone(self, *claims: Claim) -> None:
-        """Queue trials that need a process of their own each, and start as many queued trials as slots are free."""
+        """Queue trials that need a process of their own each, and start as many queued trials as may run in parallel."""
         self._later.extend(claims)
         while self._later and len(self._others.pipes) < self._others.slots:
             self._others.start(self._later.popleft())

@@ -228,7 +228,7 @@ class Lane:
         return host, event
 
     def close(self) -> None:
-        """Close the lane's session, which restores the unmodified model."""
+        """Close the session that applies plans to the lane's model, which restores the unmodified model."""
         self._session.close()
 
 
