@@ -99,7 +99,7 @@ class MeasuredFit:
         return bars(rows, self.budget_bytes, in_colour=has_colour(), columns=_columns())
 
     def _row(self, name: str, plan: Plan, nbytes: int) -> EstimateRow:
-        """Return what a bar is drawn from: predicted bytes at the peak by role, and what is missing to `nbytes` as workspace."""
+        """Return the row of `plan`, called `name`, for a bar of `nbytes`: predicted bytes by role, and the rest as workspace."""
         from paredown.plan.footprint import footprint
 
         foot = footprint(self.subject.trace(plan), plan)
@@ -131,8 +131,7 @@ class MeasuredFit:
 def _fit(screen: LiveScreen, subject: Subject, budget: str, seed: int) -> MeasuredFit:
     """Measure the step's peak without a plan, make a plan for `budget`, show both on `screen`, and return them.
 
-    If the measured peak is above its prediction, the difference is added to the prediction under the plan. `seed` is that of the
-    training.
+    If the measured peak is above its prediction, the difference is added to the prediction under the plan. Weights depend on `seed`.
     """
     from paredown.plan.footprint import peak_of
     from paredown.plan.plan import Plan

@@ -303,7 +303,7 @@ def _legend(parts: Sequence[str], indent: int, columns: int | None, *, separator
 
 
 def _segments(row: EstimateRow, scale: float) -> list[BarSegment]:
-    """Return for each character of a plan's bar the segment that it belongs to; `scale` is characters per byte."""
+    """Return the BarSegment (weights, activations, ...) of each character in a plan's bar; `scale` is characters per byte."""
     drawn: list[BarSegment] = []
     parts, total = row.parts_at_peak, 0
     for part in SEGMENTS:

@@ -197,7 +197,7 @@ def estimate(request: EstimateRequest) -> None:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """Predicts the bytes of the training step of `paredown estimate` under each of its `plans`, which are a mapping from names."""
+    """Predicts the bytes of the training step of `paredown estimate` under each of `plans`, a mapping from names to plans."""
 
     request: EstimateRequest
     options: cli.SubjectOptions
@@ -386,7 +386,7 @@ def _exit_if_too_large(step: PlannedStep, value: EstimatedStep, budget: Budget) 
 
 
 def _smallest_that_fits(step: PlannedStep, least: EstimateRow, allowed: int) -> str:
-    """Return advice for a step above `allowed` bytes: the plan `least`, of the smallest peak, and a --length that fits it."""
+    """Return advice for a step above `allowed` bytes: the plan `least`, of the smallest peak, and a --length that fits then."""
     advice = f"{least.plan} has the smallest peak, {say_bytes(least.peak_bytes)}: lower --batch or --length, or raise the budget."
     if step.request.length is None:
         return advice

@@ -211,7 +211,7 @@ def operator(outline: Outline) -> Low:
 
 
 def _ends(outline: Outline, products: list[int]) -> Low:
-    """Return the tensors of the first and the last of `products`, indices in `outline.values`, which HFP8 leaves high."""
+    """Return the tensors of the first and the last of `products` (indices in `outline.values`), which HFP8 leaves high."""
     first, last = (outline.values[index] for index in (products[0], products[-1]))
     values = [first, *(outline.values[source] for source in (*first.sources, *last.sources))]
     kept = {(role, value.name) for value in values for role in (Role.ACTIVATION, Role.ERROR)}

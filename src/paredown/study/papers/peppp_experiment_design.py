@@ -297,7 +297,7 @@ def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool =
 
 
 def averaged(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-    """Return the means over prior tasks as the prediction for each number of measurements in `counts`; nothing is measured."""
+    """Return each plan's mean error on the prior tasks as the prediction for every number in `counts`; nothing is measured."""
     means = known.completed.mean(axis=0)
     return {count: plain([], np.empty(0), means) for count in counts}
 
@@ -376,9 +376,10 @@ def predicted(prior: Prior, posterior: Posterior, chosen: list[int], errors: Arr
 
 @cache
 def luck(runs: int) -> float:
-    """Return by how many standard deviations the least of r runs is expected to lie below their mean, averaged over r up to `runs`.
+    """Return how many standard deviations below their mean the least of r runs lies on average, for r from 1 to `runs`.
 
-    On a front drawn from single runs, a level's r-th cheapest plan appears if its run is below those of the r - 1 cheaper plans.
+    On a front drawn from single runs, the r-th cheapest of plans that differ by noise alone appears if its run is below those of the r
+    - 1 cheaper ones.
     """
     from scipy.special import ndtr
 

@@ -200,7 +200,7 @@ def _general(step: TaskStep, budget: int | str) -> Iterator[tuple[str, Callable[
 
 
 def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int) -> CandidatePlan | None:
-    """Return the plan of `make()` as a candidate called `label`; None if it cannot be made or has rules for absent slots.
+    """Return the plan of `make()` as a candidate called `label`; None if it cannot be made or has rules for absent tensors.
 
     `column` is the plan's column in the prior, or -1.
     """
@@ -240,7 +240,7 @@ def effective_bits(format: Format | None) -> float:
 
 
 def _precision_lost(formats: Iterable[Format | None]) -> float:
-    """Return the bits of precision that these formats lose, from the mean of their squared errors, 4^-bits; None is float32."""
+    """Return the bits of precision that tensors lose in these `formats` (None: float32), by the mean of their squared errors."""
     bits = [effective_bits(format) for format in formats]
     if not bits or min(bits) >= FP32_BITS:
         return 0.0

@@ -100,7 +100,7 @@ class PickLoop:
         return [(self._index_of[trial.plan.key], trial) for trial in trials if trial.plan.key in self._index_of]
 
     def runs(self) -> list[posterior.Run]:
-        """Return the finished trials as runs, with errors relative to random guessing; infinite if the trial diverged."""
+        """Return the finished trials as runs (plan, error), with errors relative to random guessing, infinite if it diverged."""
         finished = [(plan, trial) for plan, trial in self.known if trial.status not in reasons.UNFINISHED]
         errors = [min(WORST, trial.error / self._unit) if trial.error is not None else np.inf for _, trial in finished]
         return [posterior.Run(plan, error) for (plan, _), error in zip(finished, errors, strict=True)]
@@ -311,7 +311,7 @@ class PickLoop:
         return f"at most {self.max_error_increase:g} above the baseline's with a probability of {100 * self.confidence:g} % or more"
 
     def _say_margin(self, baseline: Point, plan: int, chance: float) -> str:
-        """Return a sentence that explains the pick: the smallest plan whose error is probably (`chance`) within the margin."""
+        """Return a sentence that explains the pick: the smallest plan whose error is probably (`chance`) near the baseline's."""
         if plan == self._index_of[Plan().key]:
             return f"No smaller plan has an error {self._said_margin}."
         known = f"the baseline has {baseline.mean:.4f} +- {baseline.deviation:.4f} (standard deviation)"

@@ -163,9 +163,9 @@ class Gaussian:
 
 
 def _levels_of_tasks(found: Gaussian, sums: LevelSums, noise: Array) -> tuple[Array, Array]:
-    """Return each prior task's mean errors (tasks, levels) and their covariances, given its runs, counted by `sums`.
+    """Return the mean errors (tasks, levels) of the prior's tasks, and their covariances, given the runs in `sums`.
 
-    `found` is the distribution of tasks, `noise` the variance of a run on each task and level.
+    `found` is the distribution of a task's errors, `noise` (tasks, levels) the variance of a run; a level is a group of plans.
     """
     inner = np.eye(len(found.mean)) + found.covariance * (sums.count / noise)[:, None, :]
     spreads: Array = np.linalg.solve(inner, np.broadcast_to(found.covariance, inner.shape)).astype(float)
@@ -186,7 +186,7 @@ def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, flo
 
 
 def _start_of(sums: LevelSums) -> tuple[Gaussian, float]:
-    """Return the distribution from which EM starts, where an error is a level's offset plus a task's height, and its noise."""
+    """Return the distribution from which EM starts, with one offset per level and one per task, and the variance of a run."""
     weights, observed = sums.weights, sums.weights @ sums.count
     mean = np.where(observed > 0, weights @ sums.total / np.maximum(observed, 1e-12), (weights @ sums.total).sum() / observed.sum())
     heights = (sums.total - sums.count * mean).sum(axis=1) / np.maximum(sums.count.sum(axis=1), 1.0)

@@ -84,7 +84,7 @@ class TaskPrior:
         return replace(prior, gaussian=self._extended(features[is_new], points))
 
     def _extended(self, new: Array, points: Array) -> Gaussian:
-        """Return the prior's distribution with more plans, predicted from their features `new` and `points`, the prior's own."""
+        """Return the prior with more plans, predicted from their features `new` and from `points`, those of the prior's plans."""
         gaussian, levels, is_known = self.prior.gaussian, self.prior.levels, np.isfinite(points).all(axis=1)
         known = np.unique(levels[is_known])
         if not len(known):

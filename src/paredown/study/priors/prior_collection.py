@@ -193,7 +193,7 @@ def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
 
 
 def _distinct_task_rows(tasks: list[TaskRow], source: str) -> list[TaskRow]:
-    """Return `tasks` with the prior's name `source`, and distinct names: where two are equal, longer ones, or with a number."""
+    """Return `tasks` with `source`, their prior's name, and distinct names: tasks of equal names are named by their whole text."""
     count = Counter(row.name for row in tasks)
     names = distinct(row.name if count[row.name] == 1 else row.text for row in tasks)
     return [replace(row, source=source, name=name) for row, name in zip(tasks, names, strict=True)]

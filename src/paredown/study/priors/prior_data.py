@@ -195,7 +195,7 @@ def join_priors(parts: Sequence[PriorData], name: str = "joined") -> PriorData:
 
 
 def _spread(part: PriorData, name: str, columns: NDArray[np.intp], num_columns: int, depth: int) -> Array:
-    """Return the matrix `name` of the prior `part` with its columns moved to `columns` of `num_columns`, the others empty.
+    """Return the matrix `name` of the prior `part` for `num_columns` plans: its columns stand at `columns`, others are empty.
 
     `depth` is the number of seeds, the third dimension of the matrix "runs".
     """

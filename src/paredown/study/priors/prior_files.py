@@ -237,7 +237,7 @@ def made_up_prior(num_tasks: int = 11, num_plans: int = 30, *, seeds: int = 2, s
 
 
 def _plans() -> Iterator[tuple[PlanRow, float, float]]:
-    """Yield (plan, bits of an activation, bits of a value of state) for each plan of the synthetic prior."""
+    """Yield (plan, bits of an activation, bits of a value of optimizer state) for each plan of the synthetic prior."""
     for block, (tier, bits), (text, width) in product(BLOCKS, STATES.items(), ELEMENTS.items()):
         if not text and block != BLOCKS[0]:
             continue

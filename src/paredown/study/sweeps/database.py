@@ -107,7 +107,7 @@ LOCK = 0x70617265  # PostgreSQL advisory lock: one process at a time creates the
 
 
 def prepare(connection: sql.Connection, name: str) -> None:
-    """Create the tables of a database of trials if there are none, else check their version; errors name it `name`."""
+    """Create the tables of a database of trials if there are none, else check their version; errors call it `name`."""
     if connection.dialect.name == "postgresql":
         connection.execute(sql.text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": LOCK})
     version = find_version(connection)
@@ -302,7 +302,7 @@ class Database:
         return self._try(lambda: self._run(work, READS), self.patience_seconds)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the database."""
         self._engine.dispose()
 
     def _run(self, work: Callable[[sql.Connection], T], options: dict[str, Any]) -> T:
@@ -411,7 +411,7 @@ def _set_up_sqlite(connection: Any, _record: object) -> None:
 
 
 def _is_ours_or_empty(connection: Any) -> bool:
-    """Return whether a database has paredown's tables or none. Any other is refused later, and must not be modified."""
+    """Return whether a database has paredown's tables or no tables; any other must not be modified."""
     names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
     return not names or META.name in names
 

@@ -22,7 +22,7 @@ from paredown.study.tasks.trial import Status, Trial
 
 @dataclass
 class Runner:
-    """Runs trials of one task, in one mode on one device."""
+    """Runs trials of one task, in one mode ("store" or "simulate") and on one device."""
 
     task: Task
     mode: str = "store"

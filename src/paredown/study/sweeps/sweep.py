@@ -315,7 +315,7 @@ def label_of(plan: Plan, given: Mapping[Hashable, str] | None = None) -> str:
 
 
 def cheap_first_propensities(nbytes: np.ndarray[Any, Any], share: float) -> np.ndarray[Any, Any]:
-    """Return share * rank / (N - 1) of each pair: `share` for the fewest bytes, 0 for the most; ties keep their order."""
+    """Return the probability to draw each pair: `share` for the fewest bytes, falling evenly by rank to 0 for the most."""
     if len(nbytes) == 1:
         return np.full(1, share)
     rank = np.empty(len(nbytes))

@@ -121,7 +121,7 @@ def _read(value: dict[str, Any], path: Path) -> SweepFile:
 def _plans_of_templates(
     task: str, templates: list[PlanTemplate], folder: Path, device: str | None
 ) -> tuple[list[Plan], list[InfeasiblePair]]:
-    """Return the plans that `templates` make for a task, traced on `device`, and the templates of which no plan fits the budget."""
+    """Return the plans that `assign` makes by `templates` for a task, traced on `device`, and the templates that fit no budget."""
     from paredown.study.tasks.lookup import (
         cached_task,  # importing torch takes seconds, and sweeps without templates need none here
     )

@@ -257,7 +257,7 @@ class Worker:
             self._options.say(f"{about}: {result.reason}. It will run again ({claim.attempt} of at most {MAX_ATTEMPTS} attempts).")
 
     def _accepted(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Return the reserved trials whose tasks this worker runs; release the others, and reserve none of their tasks again."""
+        """Return the reserved trials whose tasks this worker runs; release the others, and reserve no more of their tasks."""
         for task in dict.fromkeys(claim.spec.task for claim in claims):
             if (reason := self._options.refuses(task)) is not None:
                 self._refused[task] = reason

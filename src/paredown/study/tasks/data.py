@@ -228,7 +228,7 @@ class Text(Data):
         object.__setattr__(self, "num_test", min(MAX_TEST_PIECES, num_tested // (self.length + 1)))
 
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return an endless iterator of batches of `batch` training pieces, with the next bytes as answers; `seed` decides them."""
+        """Return an endless iterator of batches of `batch` pieces of the text with their next bytes as answers, drawn by `seed`."""
         source = torch.Generator().manual_seed(seed)
         read, offsets = self.read[: self.cut].to(device), torch.arange(self.length + 1, device=device)
         starts = (torch.randint(self.num_train, (batch, 1), generator=source).to(device) for _ in count())

@@ -108,7 +108,7 @@ class LossCurve:
         return None
 
     def _hopeless(self) -> Verdict | None:
-        """Return a verdict STOPPED if the mean loss is no better than random guessing in the last quarter and in the last tenth."""
+        """Return a verdict STOPPED if the mean losses of the last quarter and tenth are not below random guessing's, else None."""
         quarter_start, tenth_start = self.step - self._steps // 4, self.step - self._steps // 10
         guessing_loss = self._blind_loss if self._blind_loss is not None else self.points[0][1]
         quarter, tenth = self._mean(quarter_start), self._mean(tenth_start)
@@ -193,7 +193,7 @@ class TrainingSetup:
         return model.to(memory_format=torch.channels_last) if is_channels_last else model  # type: ignore[call-overload]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the autocast context of forward and loss."""
+        """Return the autocast context in which the task's forward pass and loss run."""
         dtype = self.task.autocast
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 

@@ -323,7 +323,7 @@ class GraphsEngine(processes.Engine):
         return ended
 
     def _receive(self, gpu: str | None) -> list[EndedTrial]:
-        """Return the trials that ended in the child process of `gpu`: all of them, without results, if it died or one is late."""
+        """Return the trials that ended in the child process of `gpu`; all, without results, if it died or one ran out of time."""
         child = self._children[gpu]
         ended: list[EndedTrial] = []
         try:

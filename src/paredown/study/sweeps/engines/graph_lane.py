@@ -100,7 +100,7 @@ class Lane:
         self._judges: dict[Any, tuple[Replay, Pair, Tensor]] = {}
 
     def _judge_of(self, x: Tensor, answers: Tensor) -> tuple[Replay, Pair, Tensor]:
-        """Return (replay function, inputs, output) of a captured graph that evaluates test batches shaped like this one."""
+        """Return (replay function, inputs, output) of a new captured graph that evaluates test batches shaped like these."""
         scores = torch.zeros(2, dtype=torch.float64, device=self.setting.device)
 
         def judge() -> None:

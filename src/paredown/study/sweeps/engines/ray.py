@@ -101,7 +101,7 @@ class RayTrial:
 
 @final
 class RayEngine(Engine):
-    """Runs each trial as a Ray task in a process of its own; `slots` None: as many as the cluster's nodes have resources for."""
+    """Runs each trial as a Ray task in a process of its own, `slots` in parallel; None: as many as the cluster has room for."""
 
     def __init__(self, run: RunTrial, *, slots: int | None = None, options: RayOptions | None = None) -> None:
         options = options or RayOptions()
