@@ -89,7 +89,7 @@ class PareCallback(AppliedPlan, Callback):
             self._saving = SavesOnCpu(pl_module, trainer.strategy, "lightning_module_state_dict")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Verify gradients before the first step, if `verify` was requested."""
+        """Compare gradients with those of the unmodified model before the first step, if `verify` was requested."""
         if not self._verifies:
             return
         self._verifies = False

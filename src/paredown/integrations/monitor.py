@@ -166,7 +166,7 @@ class AppliedPlan:
         self.session, self._monitor = session, Monitor(session, model)
 
     def verify(self, model: nn.Module, batch: Any, step: Callable[[Any], Tensor]) -> None:
-        """Compare gradients of the loss `step(batch)` with the unmodified model's; if they differ, close the session and raise."""
+        """Compare gradients of the loss `step(batch)` with the unmodified model's; if they differ, end the session and raise."""
         try:
             verify_step(model, batch, step).check()
         except BaseException:

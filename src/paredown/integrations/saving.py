@@ -72,7 +72,7 @@ class SavesOnCpu:
             return self._inner(*args, **named)
 
     def close(self) -> None:
-        """Restore the owner's own method."""
+        """Restore the owner's own method for saving."""
         if vars(self._owner).get(self._name) is self:
             del vars(self._owner)[self._name]
 

@@ -97,7 +97,7 @@ class Frontier:
         return tuple(point for point in self.points if point.on_front)
 
     def best(self, budget: int | str) -> Point:
-        """Return the point of least mean error within the budget.
+        """Return the point (a plan with its bytes and error) of least mean error within the budget.
 
         Of points that are equally accurate it is the quickest, then the one of fewest bytes. If some points within the budget have trials,
         a point without trials is taken only if its mean error plus its standard deviation is less than theirs.
@@ -120,7 +120,7 @@ class Frontier:
         return tuple(point for point, error in zip(fitting, errors, strict=True) if point.label != label and error <= limit)
 
     def find(self, label: str) -> Point:
-        """Return the point with this label."""
+        """Return the point (a plan with its bytes and error) that has this label."""
         for point in self.points:
             if point.label == label:
                 return point

@@ -71,7 +71,7 @@ class PickLoop:
     # --- the posterior ------------------------------------------------------------------------------------------------
 
     def learn(self, own_trials: Iterable[Trial], others: Iterable[Trial] = ()) -> None:
-        """Add finished trials of this pick, and `others`, trials of the same task from other sweeps of its store."""
+        """Add finished trials of this pick, and `others`, trials of the same task from other sweeps of its database."""
         own_trials = list(own_trials)
         self.trials += own_trials
         self.num_done += len(own_trials)

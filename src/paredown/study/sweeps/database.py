@@ -182,7 +182,7 @@ def say_address(url: sql.URL) -> str:
 
 
 def is_same_store(a: sql.URL, b: sql.URL) -> bool:
-    """Return whether two URLs lead to the same database: the same SQLite file, or URLs that differ in user and password alone."""
+    """Return whether two URLs lead to the same database: one SQLite file, or URLs that are equal but for user and password."""
     if a.drivername == b.drivername == "sqlite":
         return Path(str(a.database)).resolve() == Path(str(b.database)).resolve()
     return a.set(username=None, password=None) == b.set(username=None, password=None)
@@ -254,7 +254,7 @@ DAMAGED = "It is damaged, or was not made by paredown."
 
 
 class Database:
-    """Runs transactions on a database of trials, again for up to `patience_seconds` after temporary errors.
+    """Runs transactions on a database of trials, and repeats them for up to `patience_seconds` after temporary errors.
 
     `say` is called with a sentence when a retry takes more than a second.
     """
@@ -314,7 +314,7 @@ class Database:
         return self._try(work, LOCK_SECONDS, is_open=False)
 
     def _try(self, work: Callable[[], T], patience_seconds: float, *, is_open: bool = True) -> T:
-        """Return `work()`, called again for up to `patience_seconds` after temporary errors.
+        """Return `work()`, which is called again for up to `patience_seconds` after temporary errors.
 
         While the database is not open yet (`is_open` is False), a server that does not answer is an error at once.
         """
@@ -450,7 +450,7 @@ CHECKS: dict[str, Check] = {
 
 
 def check_columns(row: Any) -> None:
-    """Raise StoreError if a column of a database's row has another type than its own, which SQLite allows, or is not finite."""
+    """Raise StoreError if a column of a row has a value of the wrong type, which SQLite allows, or one that is not finite."""
     checks = {name: CHECKS[name] for name in row._fields if name in CHECKS}
     check_fields(row, checks, "trial in the store", _damaged)
 

@@ -108,7 +108,7 @@ def add_sweep(sweep: Sweep, store: Store, *, cost: Cost | None = None) -> AddRes
 
 
 def run_sweep(sweep: Sweep, store: Store, engine: Engine, *, cost: Cost | None = None, options: WorkerOptions | None = None) -> int:
-    """Add a sweep, report infeasible trials to `options.say`, run the others, and return how many this worker finished.
+    """Add a sweep, report trials that no plan fits to `options.say`, run the others, and return how many this worker finished.
 
     The method `cheap_first` needs `cost(task, plan)`, predicted bytes.
     """

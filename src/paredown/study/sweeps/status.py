@@ -81,7 +81,7 @@ class BestPlan:
 
 @dataclass(frozen=True)
 class InfeasibleTrials:
-    """Trials of a task that do not run, since no plan of the template `label` fits its budget; `reason` is the BudgetError's text."""
+    """Trials of a task that do not run, since no plan of the template `label`, such as "assign 10% role", fits its budget."""
 
     task: str
     label: str

@@ -131,7 +131,7 @@ def bury(connection: Connection, worker: str, condition: Any) -> int:
 
 
 def to_spec(row: Row[Any]) -> TrialSpec:
-    """Return the trial to run, from a row of TRIALS."""
+    """Return what a trial is to run, from its row in the database."""
     with readable("a trial"):
         check_columns(row)
         return TrialSpec(row.task, parsed_plan(row.plan), row.seed, TrialSettings(**json.loads(row.settings)))
@@ -225,7 +225,7 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the database."""
         self.database.close()
 
     def add(self, sweep: str, drawn: Iterable[DrawnTrial]) -> AddResult:
@@ -266,7 +266,7 @@ class Store:
         return self.exchange(worker, (), num, sweep=sweep, without=without)[1]
 
     def finish(self, worker: str, ended: EndedTrial) -> WrittenResult:
-        """Write the result of a trial that `worker` has claimed and run, and return what happened to the result."""
+        """Write the result of a trial that `worker` has reserved and run, and return what happened to the result."""
         return self.exchange(worker, (ended,), 0)[0][0]
 
     def exchange(
@@ -287,7 +287,7 @@ class Store:
         return self.database.write(work)
 
     def give_back(self, claims: Sequence[Claim]) -> None:
-        """Release trials that a worker has claimed, so that other workers can run them; the attempt does not count."""
+        """Release trials that a worker has reserved, so that other workers can run them; the attempt does not count."""
         if claims:
             self.database.write(lambda connection: give_back(connection, claims))
 

@@ -238,7 +238,7 @@ class Sweep:
         return f"sweep {self.name!r} has nothing to run: {pairs} infeasible. Task {first.task!r}, {first.template}: {first.reason}"
 
     def draw(self, cost: Cost | None = None) -> list[DrawnTrial]:
-        """Return the trials to run, in order, then the infeasible ones; the method `cheap_first` needs `cost(task, plan)` in bytes."""
+        """Return the trials to run, in order, then those that no plan fits; the method `cheap_first` needs `cost(task, plan)`."""
         propensities, order = self._propensities(cost)
         taken = draw_pairs(propensities, self.method, self.draw_seed)
         if not taken.any() and not self.pairs:

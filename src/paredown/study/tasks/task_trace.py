@@ -90,7 +90,7 @@ def _trace(
 
 
 def resized(batch: Any, batch_size: int, new_batch_size: int) -> Any:
-    """Return `batch`, tensors in any nesting, with `new_batch_size` examples; tensors that change are on the meta device."""
+    """Return `batch`, nested tensors, with `new_batch_size` instead of `batch_size` examples; changed ones are on meta."""
 
     def change(tensor: Tensor) -> Tensor:
         if not tensor.ndim or len(tensor) != batch_size:

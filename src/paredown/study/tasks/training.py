@@ -85,7 +85,7 @@ class LossCurve:
         return step % self._every == 0 or step >= self._steps
 
     def point(self, total: float) -> None:
-        """Add the next point to the curve, and update the verdict; `total` is the sum of all losses since the point before."""
+        """Add the next point to the curve, and set `verdict` if the run must end; `total` sums the losses since the last point."""
         last = self.step // self._every * self._every
         self.step = min(last + self._every, self._steps)
         mean = total / (self.step - last)
@@ -284,7 +284,7 @@ def train(
     after: Callable[[int], None] | None = None,
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Train to the last step, or until the loss curve ends the run, since it diverged or is hopeless.
+    """Train to the last step, or until the loss curve ends the run: it diverged, or is no better than random guessing.
 
     `after(step)` is called after each step, `progress(step, steps, training loss)` after each point of the loss curve.
     """
