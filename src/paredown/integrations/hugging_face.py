@@ -223,6 +223,7 @@ def attach(
     plan: Plan | None = None,
     *,
     budget: int | str | None = None,
+    host_budget: int | str | None = None,
     batch: Any = None,
     optimizer: str | None = None,
     verify: bool = False,
@@ -231,7 +232,8 @@ def attach(
     """Apply `plan` to a trainer's model, and choose the optimizer of the plan; `options` are those of TrainerPlanCallback.
 
     `budget`, such as "24GiB", stands for a plan that `assign` makes within it, from a trace of the trainer's own step on its device with
-    the longest of its examples; `batch` gives others, as the data collator returns them.
+    the longest of its examples; `batch` gives others, as the data collator returns them. `host_budget` is what the plan may store of
+    packed activations in the memory of the host, on a GPU.
     `optimizer`: "adamw", "lion", "sgd" or "muon" of paredown.optim; by default the one with the update rule of `TrainingArguments.optim`,
     if the plan requests formats of an optimizer, else the trainer's. An optimizer that the trainer has already is kept.
     `verify`: before the first step, compare gradients of its batch with those of the unmodified model, and raise VerificationError if
@@ -240,13 +242,16 @@ def attach(
     continues the session if plan and options are the same; otherwise, and with a budget, it closes the session first.
     """
     _check_attached(trainer, plan, budget)
+    if host_budget is not None and budget is None:
+        raise ApplyError("host_budget is for the plan of a budget: attach(trainer, budget='24GiB', host_budget='64GiB').")
     if getattr(trainer, "model_init", None) is not None:
         raise ApplyError("model_init makes a new model for every training, without the plan. Give Trainer a model instead.")
     chosen_plan: Any = plan
     if budget is not None:
         _close_earlier(trainer)  # the step of the unmodified model is traced
         has_chunks = bool(options.get("chunked_loss", CHUNKED_LOSS))
-        chosen_plan = plan_within(trainer, budget, _traced_optimizer(trainer, optimizer), batch, has_chunked_loss=has_chunks)
+        name = _traced_optimizer(trainer, optimizer)
+        chosen_plan = plan_within(trainer, budget, name, batch, host_budget=host_budget, has_chunked_loss=has_chunks)
     callback = TrainerPlanCallback(chosen_plan, **options)
     _remove_earlier(trainer, callback)
     chosen, callback.optimizer = _choose_optimizer(trainer, callback, optimizer)

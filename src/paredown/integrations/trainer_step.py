@@ -40,9 +40,15 @@ NOT_SEEN = (
 
 
 def plan_within(
-    trainer: Any, budget: int | str, optimizer: str | None, batch: Any = None, *, has_chunked_loss: bool = False
+    trainer: Any,
+    budget: int | str,
+    optimizer: str | None,
+    batch: Any = None,
+    *,
+    host_budget: int | str | None = None,
+    has_chunked_loss: bool = False,
 ) -> Plan:
-    """Return the plan that `assign` makes for the trainer's own step, on its device, within `budget`.
+    """Return the plan that `assign` makes for the trainer's own step, on its device, within `budget` and `host_budget`.
 
     At learning rates of 5e-5 and less, trained weights keep 24 bits or more. The weights of a reference model are part of the budget.
     """
@@ -56,8 +62,9 @@ def plan_within(
         )
     is_small_rate = 0 < trainer.args.learning_rate <= SMALL_LEARNING_RATE
     recompute = False if getattr(trainer.args, "gradient_checkpointing", False) else None
+    method = "fine_tune" if is_small_rate else "role"
     try:
-        return assign(trace, budget_bytes - reference, method="fine_tune" if is_small_rate else "role", recompute=recompute)
+        return assign(trace, budget_bytes - reference, method=method, recompute=recompute, host_budget=host_budget)
     except BudgetError as error:
         raise _with_nearest(error, reference) from None
 

@@ -33,7 +33,7 @@ Strides = tuple[int, ...]
 
 
 class MemoryOrders:
-    """Predicts the memory order of each tensor of a forward graph: its dimensions, the largest stride first."""
+    """Predicts in which order each tensor of a forward graph lies in memory, since packed tensors are encoded in this order."""
 
     def __init__(self, forward: fx.GraphModule) -> None:
         self._strides: dict[fx.Node, Strides] = {}
@@ -42,7 +42,7 @@ class MemoryOrders:
             self._find(node)
 
     def of(self, node: fx.Node, saved: fx.Node | None = None) -> list[int]:
-        """Return a node's dimensions, the largest stride first. `saved`: its placeholder in backward, if any.
+        """Return a node's dimensions, the largest stride first. `saved`: the node's placeholder in backward, if it is saved.
 
         A saved tensor that a library kernel such as attention reads in backward has the strides that the graph states.
         """
@@ -144,7 +144,7 @@ def _has_fixed_strides(saved: fx.Node) -> bool:
 
 
 def _channels_last(forward: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes that Inductor lays out in channels_last if 4-dimensional; none if it keeps all layouts."""
+    """Return the nodes whose 4-dimensional tensors Inductor lays out in channels_last; none if it keeps all layouts."""
     nodes = list(forward.graph.nodes)
     if not GraphLowering.decide_layout_opt(forward, is_inference=False):
         return set()
