@@ -94,7 +94,7 @@ class TaskStep:
         return features_of(plan, None if self.trace_of is None else self.trace_of(plan))
 
     def plan_of(self, row: PlanRow) -> Plan:
-        """Return the plan of a column of the prior, the errors of earlier tasks; if it is a template, `assign` makes the plan."""
+        """Return the plan of a column of the prior (errors of earlier tasks); `assign` makes it if the column is a template."""
         if row.plan is not None:
             return Plan.from_json(row.plan)
         template, budget_bytes = PlanTemplate.parse(row.template), self.budget_of(row)

@@ -92,7 +92,7 @@ def collect(
 
     Tasks in files of code are loaded from `folder` alone.
 
-    `is_finished`: take only tasks without open trials in these sweeps; the finished trials of other tasks are a biased sample.
+    `is_finished`: take only tasks without unfinished trials in these sweeps; the finished trials of other tasks are a biased sample.
     """
     sweeps = set(sweeps)
     open_tasks = {row["task"] for row in rows if row["trial"] is None and (not sweeps or row["sweep"] in sweeps)}

@@ -88,7 +88,7 @@ def available() -> list[str]:
 
 
 def own_priors() -> list[str]:
-    """Return the names of the user's own priors."""
+    """Return the names of the priors (errors of earlier tasks under plans) that the user has added."""
     return sorted(path.stem for path in folder().glob("*.json") if NAME.fullmatch(path.stem))
 
 
@@ -119,7 +119,7 @@ def remove(name: str) -> None:
 
 
 def folder() -> Path:
-    """Return the folder of the user's own priors."""
+    """Return the folder of the prior files that the user has added."""
     path = os.environ.get(FOLDER_VARIABLE)
     base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
     return Path(path) if path else Path(base) / "paredown" / "priors"

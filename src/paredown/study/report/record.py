@@ -251,7 +251,7 @@ class Record:
 
     @staticmethod
     def from_json(value: Any) -> Record:
-        """Return the record whose `to_json` is `value`; ReportError if it is not one."""
+        """Return the record whose `to_json` is `value`; raise ReportError if `value` is no valid record."""
         return read_versioned(Record, value, "record", VERSION, ReportError, oldest=VERSION)
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -85,7 +85,7 @@ class WatchedSource:
         self._thread = threading.Thread(target=self._run, name="paredown-watch", daemon=True)
 
     def start(self) -> None:
-        """Start polling the source."""
+        """Start the thread that polls the source."""
         self._thread.start()
 
     def close(self) -> None:

@@ -73,11 +73,11 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="paredown-heart", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that counts heartbeats."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread that counts heartbeats."""
         self._ended.set()
         self._thread.join(timeout=5)
 
