@@ -38,7 +38,7 @@ class PickLoop:
 
     `unit`: the error of random guessing, by which errors are divided. If it is None, the first trial sets it so that its error equals the
     prior's mean for its plan. The bytes that a trial took beyond its prediction (its excess) are expected of other plans too. `device`:
-    name of the device that the plan is for, as trials record it. `others`: trials of the same task that its database already had.
+    name of the device that the plan is for, as trials record it. `others`: trials of the same task that a database already had.
     `max_error_increase`: if given, the pick is the smallest plan whose error is, with the probability `confidence`, at most this much
     above the baseline's, instead of the plan of least error. `predict_seconds`: a cost model, from a plan to its step time.
     """
