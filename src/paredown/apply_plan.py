@@ -52,9 +52,9 @@ def apply(
     """Apply `plan` to `model` in place and return the session. `seed` is the seed of stochastic rounding.
 
     `mode`: "store" packs tensors between their uses; "simulate", or a `Simulate` with other settings, rounds the values that arithmetic
-    sees and saves no memory; "peppp" is the `Simulate` that rounds where PEPPP does. In store mode, `guard` changes formats during training
-    when rounding errors or gradients become too large, and `chunked_loss` computes the cross entropy of a language model's output head in
-    chunks of rows, so that the logits of all rows never exist at once (docs/language_models.md).
+    sees and saves no memory; "peppp" is the `Simulate` that rounds where the method of the paper PEPPP rounds. In store mode, `guard`
+    changes formats during training when rounding errors or gradients become too large, and `chunked_loss` computes the cross entropy of a
+    language model's output head in chunks of rows, so that the logits of all rows never exist at once (docs/language_models.md).
     """
     if isinstance(plan, nn.Module) or isinstance(model, Plan):
         raise ApplyError("apply takes the plan first, then the model: paredown.apply(plan, model).")

@@ -12,7 +12,7 @@ class ParedownError(Exception):
 
 
 class FormatError(ParedownError, ValueError):
-    """Raised for a format or an element that is misspelled or cannot exist."""
+    """Raised for a number format, or a type of element in it, that is misspelled or cannot exist."""
 
 
 class CodecError(ParedownError, ValueError):

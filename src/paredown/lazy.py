@@ -15,7 +15,7 @@ from typing import Any
 def loader(package: str, **modules: str) -> Callable[[str], Any]:
     """Return a `__getattr__` for `package` that imports the defining module when one of its names is first used.
 
-    Keywords list the names that each module defines: module="name name ...".
+    Each keyword is a module of the package, and its value lists the names that the module defines: module="name name ...".
     """
     home = {name: f"{package}.{module}" for module, names in modules.items() for name in names.split()}
 

@@ -66,7 +66,10 @@ class Check(NamedTuple):
 
 
 def json_values(value: Any, of: tuple[str, str], raises: Raises) -> dict[str, Any]:
-    """Return the dict `value` after a round trip through JSON; `of` is its name and an example, for messages."""
+    """Return a copy of the dict `value`, written as JSON and read back; raise an error if JSON cannot hold it.
+
+    `of`: what messages call the value, and an example of an allowed value. `raises`: the class of the error.
+    """
     try:
         copied = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -126,6 +129,9 @@ def object_parts(
 ) -> dict[str, Any]:
     """Return a JSON object's fields except "version"; raise `error` for a wrong version, missing or unknown fields.
 
+    `what`: what messages call the object. `names`: the fields that it may have. `needed`: those that it must have. A version in it must be
+    from `oldest` to `newest`.
+
     >>> from paredown.errors import PlanError
     >>> object_parts({"version": 1, "a": 2}, "pair", ("a", "b"), ("a",), 1, PlanError)
     {'a': 2}
@@ -145,13 +151,19 @@ def object_parts(
 
 
 def read_json(path: PathText, what: str, error: Raises, *, hint: str = "", name: str = "", most_bytes: int = MOST_BYTES) -> Any:
-    """Return a JSON file's value, or raise `error`; `hint`: advice if it is not JSON; `name`: shown as the path."""
+    """Return the value of a JSON file; raise `error` if the file cannot be read or is not JSON.
+
+    `what`: what messages call the file. `hint`: advice in the message on a file that is not JSON. `name`: shown in place of the path.
+    """
     data = read_bytes(path, what, error, name=name, most_bytes=most_bytes)
     return parse_json(data, what, error, hint=hint, name=name or str(path))
 
 
 def parse_json(text: str | bytes, what: str, error: Raises, *, hint: str = "", name: str = "this text") -> Any:
-    """Parse a JSON text and return its value; raise `error`, with `name` and `hint` in the message, if the text is not JSON."""
+    """Parse a JSON text and return its value; raise `error` if the text is not JSON.
+
+    The message says that `name` is no `what`, such as "plan.json is no plan", and ends with the advice `hint`.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as reason:
@@ -168,7 +180,10 @@ def load_json(
     name: str = "",
     most_bytes: int = MOST_BYTES,
 ) -> Loaded:
-    """Read a JSON file and return `from_json` of its value; the message of every error begins with the path, or with `name`."""
+    """Read a JSON file and return `from_json` of its value; the message of every error begins with the path, or with `name`.
+
+    The other arguments are those of `read_json`.
+    """
     value = read_json(path, what, error, hint=hint, name=name, most_bytes=most_bytes)
     try:
         return from_json(value)
@@ -250,7 +265,10 @@ def _advice(number: int | None, path: Path) -> str:
 
 
 def read_bytes(path: PathText, what: str, error: Raises, *, name: str = "", most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a file; raise `error` if it is missing, a directory, unreadable or larger than `most_bytes`."""
+    """Return the bytes of a file; raise `error` if it is missing, a directory, unreadable or larger than `most_bytes`.
+
+    `what`: what messages call the file. `name`: shown in place of the path.
+    """
     try:
         size = Path(path).stat().st_size
         data = Path(path).read_bytes() if size <= most_bytes else b""
@@ -298,7 +316,10 @@ class _Refused(Exception):
 
 
 def read_dataclass(kind: Any, value: Any, where: str, error: Raises = ReportError) -> Any:
-    """Return a JSON value converted to the type `kind`; raise `error` with the path of the first wrong value."""
+    """Return a JSON value converted to the type `kind`; raise `error` with the path of the first wrong value.
+
+    `where`: the start of that path, such as the name of the whole value.
+    """
     try:
         return _read_object(kind, value, where) if is_dataclass(kind) else _reader(kind)(value, where)
     except _Refused as reason:
@@ -306,7 +327,10 @@ def read_dataclass(kind: Any, value: Any, where: str, error: Raises = ReportErro
 
 
 def read_versioned(kind: Any, value: Any, what: str, version: int, error: Raises, *, oldest: int = 1) -> Any:
-    """Return the dataclass `kind` from JSON of a version from `oldest` to `version`; errors call it `what`."""
+    """Return an instance of the dataclass `kind`, made from the JSON object `value`; raise `error` if a field is wrong.
+
+    The object's version must be from `oldest` to `version`. `what`: what messages call the object.
+    """
     needed = {"version", *(row.name for row in fields(kind) if row.default is MISSING and row.default_factory is MISSING)}
     parts = object_parts(value, what, [row.name for row in fields(kind)], needed, version, error, oldest=oldest)
     return read_dataclass(kind, parts, what, error)

@@ -59,7 +59,7 @@ def _parse_text(text: str, whole: int | None) -> int:
 
 
 def _hint(number: str, unit: str) -> str:
-    """Return advice for an ambiguous unit, such as "8G" for 8GiB or 8GB; "" for other units."""
+    """Return advice for the ambiguous unit of a size such as "8G", which may be 8GiB or 8GB; "" for other units."""
     prefix = unit[:1].upper()
     return f": write {number}{prefix}iB or {number}{prefix}B" if prefix and prefix in PREFIXES else ""
 

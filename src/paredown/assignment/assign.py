@@ -103,16 +103,19 @@ def assign(
     """Return the plan of least predicted gradient error whose predicted peak is within `budget`.
 
     `budget` is bytes, "6GiB", or "50%" of the baseline's peak. A plan fits if `footprint(trace, plan).peak_bytes` is within the budget, as
-    for `Footprint.fits`. On CUDA the plan keeps a margin below the budget for memory that is not predicted, which its reason states:
-    `Footprint.bound_bytes` is within the budget too, unless that margin would be more than an eighth of the budget, or no plan had it.
+    for `Footprint.fits`. On CUDA the plan also keeps a margin below the budget for memory that is not predicted (`Footprint.bound_bytes` is
+    within the budget too), and its reason states the margin. It keeps less if the margin would be more than an eighth of the budget, or if
+    only plans without the margin fit.
 
-    `method` is a row of METHODS. `sensitivities` is the result of `probe`, for method "sensitivity". `levels` are the formats of
-    activations, the best first (None: unmodified), for comparisons; then parameters are unmodified. `seed` is that of method "random".
+    `method` is the name of a row of METHODS. `sensitivities`, the result of `probe`, are needed for method "sensitivity" only. `levels`
+    lists the formats that activations may have, the most precise first, with None for unmodified; then weights, gradients and optimizer
+    state stay unmodified, so that methods can be compared. `seed` is the seed of method "random".
+
     `recompute` says when repeated layers may be checkpointed (activation checkpointing), or single tensors of a compiled step recomputed,
     which costs time: None if formats would be slower or their errors large, True if their errors would be large, False never
     (assignment/checkpointed_layers.py). With `levels`, and for methods that only serve comparisons, None means: only if nothing else fits.
-    If no plan fits, layers run in tiles too (assignment/tiled_layers.py), but not with `recompute` False, with `prefer`, or in these
-    comparisons.
+    If no plan fits, layers run over pieces of the sequence too (tiles, assignment/tiled_layers.py), but not with `recompute` False, with
+    `prefer`, or in these comparisons.
 
     `prefer` is "accuracy" for the least error, with checkpointed layers only if nothing else fits, or "speed" for the least predicted step
     time among plans whose predicted error is at most `error_allowance` (None: 1.1 times that of "accuracy"). Times follow from
@@ -172,7 +175,11 @@ def assign(
 
 
 def _attempts(trace: Trace, planning: Planning, *, may_tile: bool) -> Iterator[tuple[Trace, Tiles, Planning]]:
-    """Yield the searches to try until a plan fits: (trace, rules for tiles, settings), with and without a margin."""
+    """Yield the searches for a plan that `assign` tries one after the other until one finds a plan.
+
+    Each is (trace, modules that run over pieces of the sequence, budget and margin). The first keeps a margin for unpredicted memory, the
+    second keeps none; if `may_tile`, further ones run modules over shorter and shorter pieces.
+    """
     yield trace, (), planning
     if planning.has_margin:
         yield trace, (), Planning(planning.budget_bytes, planning.budget_bytes, keeps_margin=False)
@@ -182,9 +189,10 @@ def _attempts(trace: Trace, planning: Planning, *, may_tile: bool) -> Iterator[t
 
 @dataclass(frozen=True)
 class Planning:
-    """The settings of a search for a plan: its budget, and the most bytes that the peak of a plan may take.
+    """A budget in bytes, and how much of it `assign` keeps free for memory that is not predicted.
 
-    With `keeps_margin`, that peak is `Footprint.bound_bytes`, with a margin for unpredicted memory; otherwise it is `peak_bytes`.
+    With `keeps_margin`, a plan is found if its `Footprint.bound_bytes`, which includes that margin, is at most `within_bytes`; otherwise if
+    its `Footprint.peak_bytes` is.
     """
 
     budget_bytes: int
@@ -193,7 +201,7 @@ class Planning:
 
     @staticmethod
     def of(baseline: Footprint, budget_bytes: int) -> Planning:
-        """Return the settings of a search that keeps a margin for unpredicted memory, at most 1/8 of the budget."""
+        """Return the limits for a search within `budget_bytes` that keeps at most an eighth free as a margin."""
         most = budget_bytes // LARGEST_MARGIN
         is_small = baseline.bound_bytes - baseline.peak_bytes <= most
         return Planning(budget_bytes, budget_bytes if is_small else budget_bytes - most, is_small)
@@ -205,11 +213,11 @@ class Planning:
 
     @property
     def size_of(self) -> Callable[[Trace, Plan], int]:
-        """Return the function that computes the peak bytes of a plan, to be compared with `within_bytes`."""
+        """Return the function (trace, plan) -> predicted peak bytes that must be at most `within_bytes`."""
         return bound_of if self.keeps_margin else peak_of
 
     def has(self, planned: Footprint) -> bool:
-        """Return whether a plan's footprint is within the budget, including a margin for unpredicted memory."""
+        """Return whether the predicted peak of `planned`, with the margin if one is kept, is at most `within_bytes`."""
         return (planned.bound_bytes if self.keeps_margin else planned.peak_bytes) <= self.within_bytes
 
 
@@ -222,9 +230,11 @@ def _planned(
     recompute: bool | None,
     ladder: Ladder | None,
 ) -> Plan:
-    """Return the plan that `assign` finds: by `preference`, else the quickest of small error or of least error.
+    """Return the plan that `assign` finds in one search.
 
-    `ladder` has the formats of the argument `levels`, or None.
+    With a `preference` it decides; otherwise the plan is the quickest of those with a small error, or if there is none, that of least
+    error. `how` has the budget, `problem_of` sets up the search for plans of a trace, and `plan_of` turns a solution (formats and
+    checkpointed layers) into a plan. `ladder` has the formats of the argument `levels` of `assign`, or is None.
     """
     if preference is not None:
         return _preferred(trace, how, problem_of, plan_of, preference, recompute)
@@ -244,7 +254,7 @@ def _preferred(
     preference: Preference,
     recompute: bool | None,
 ) -> Plan:
-    """Return the plan for `preference`, "speed" or "accuracy"; for "speed", its reason states the time."""
+    """Return the plan for `assign(..., prefer=...)`; with "speed", the plan's reason states the predicted step time."""
     is_speed, has_layers = preference.prefer == "speed", recompute is not False and not trace.is_compiled
     exact = list(exact_solutions(trace, how.budget_bytes, problem_of)) if is_speed and has_layers else []
     try:
@@ -273,10 +283,10 @@ def _problems(
     *,
     keeps_margin: bool,
 ) -> Callable[..., AssignmentProblem]:
-    """Return a function that sets up the search for plans of a trace.
+    """Return a function (trace, formats of activations) -> the search for plans of that trace by `strategy`.
 
-    The formats of activations are those of `ladder`, or of the function's second argument. `offload` names the slots in host memory, if
-    packed.
+    The formats are those of `ladder` unless the function gets others. `offload` names the saved tensors whose packed values are in host
+    memory between forward and backward.
     """
     known: dict[Ladder | None, KnownItems] = {}
 
@@ -290,7 +300,6 @@ def _problems(
 
 
 def _checked_recompute(trace: object, recompute: bool | None) -> bool | None:
-    """Return `recompute`; raise PlanError if it is not None, True or False, or if `trace` is no Trace."""
     if not isinstance(trace, Trace):
         raise PlanError(f"assign takes a Trace and a budget, not {type(trace).__name__}: assign(trace_step(model, batch), '6GiB').")
     if recompute not in (None, True, False):
@@ -306,7 +315,7 @@ def _solve(
 ) -> Solution:
     """Return the formats and checkpointed layers of least error within the budget; raise BudgetError if none fit.
 
-    If `recompute` is True, layers are checkpointed also if the error would be above `tolerated` without that.
+    If `recompute` is True, layers are also checkpointed where the predicted error without that would be above `tolerated`.
     """
     problem = problem_of(trace)
     best = problem.best(budget_bytes)
@@ -325,10 +334,11 @@ def _solve(
 
 
 def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: dict[str, Any], kept: Plan) -> Plan:
-    """Return the plan of a solution of the search; raise BudgetError if its footprint exceeds the budget.
+    """Return the plan for the formats and layers in `solution`; raise BudgetError if its footprint is over budget.
 
-    The plan also keeps the margin for memory that is not predicted, unless it quantizes nothing (assignment/speed.py). `kept` has the rules
-    for layers in tiles, and the slots to offload; slots that are not packed are left out.
+    The footprint also includes the margin for memory that is not predicted, unless the plan quantizes nothing (assignment/speed.py). `kept`
+    is a plan whose modules that run over pieces of the sequence, and whose offloaded tensors, are kept; tensors that are not packed are
+    dropped from the offloaded ones.
     """
     problem, point, layers = solution
     is_exact = problem.ladder == UNMODIFIED
@@ -346,10 +356,11 @@ def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: 
 
 
 def _rule_variants(problem: AssignmentProblem, point: AssignmentPoint, *, needs_activations: bool) -> Iterator[Rules]:
-    """Yield lists of rules that give slots the formats of `point`, the shortest first; the first that fits is used.
+    """Yield lists of rules that give each slot (saved tensor or parameter) its format in `point`, the shortest first.
 
-    Lists without a rule for activations come first, since a session then needs no hooks. `needs_activations` says whether the plan
-    recomputes tensors of a compiled step, which needs a rule for activations.
+    The caller uses the first list whose plan fits the budget. A list without a rule for activations comes first if no activation gets a
+    format, since a session then needs no hooks, unless `needs_activations`: the plan recomputes tensors of a compiled step, which needs
+    such a rule.
     """
     formats = problem.formats(point)
     short, long = (rules_of(problem.trace, formats, is_short=is_short) for is_short in (True, False))
@@ -375,9 +386,9 @@ def _made_for(trace: Trace, method: str, budget_bytes: int) -> dict[str, Any]:
 def _reason(
     problem: AssignmentProblem, point: AssignmentPoint, layers: tuple[str, ...], budget_bytes: int, planned: Footprint
 ) -> str:
-    """Return the sentence that explains a plan: slots with fewer bits, budget, predicted peak and margin.
+    """Return the plan's `reason`: which tensors get fewer bits, the budget, the predicted peak, margin and error.
 
-    `point` is the choice of formats, `layers` are the checkpointed layers, and `planned` is the plan's footprint.
+    `point` is the chosen format of each tensor, `layers` are the checkpointed layers, and `planned` is the plan's footprint.
     """
     formats = problem.formats(point)
     quantized = [slot for slot in problem.trace.activations if formats.get((slot.name, Role.ACTIVATION)) is not None]
@@ -392,7 +403,6 @@ def _reason(
 
 
 def _margin(planned: Footprint, budget_bytes: int) -> str:
-    """Return a note on how much of the budget the plan keeps free for memory that is not predicted; "" if nothing."""
     margin, left = planned.bound_bytes - planned.peak_bytes, budget_bytes - planned.peak_bytes
     instead = f"{say_bytes(left)} instead of " if left < margin else ""
     return f" (with a margin of {instead}{say_bytes(margin)} for the allocator and libraries)" if margin else ""
@@ -421,7 +431,7 @@ def _parameters(problem: AssignmentProblem, formats: Formats) -> str:
 
 @dataclass(frozen=True)
 class PlanTemplate:
-    """A budget and a method from which `assign` makes a plan for any trace, as text "assign 50% role"."""
+    """A budget and a method of `assign`, such as "assign 50% role", from which a plan is made for each traced step."""
 
     budget: str
     method: str = "role"
@@ -431,7 +441,7 @@ class PlanTemplate:
 
     @staticmethod
     def parse(text: str) -> PlanTemplate:
-        """Return the template that a text such as "assign 50% role" names."""
+        """Return the template for a text such as "assign 50% role"; raise PlanError for any other text."""
         parts = text.split()
         if len(parts) != 3 or parts[0] != "assign":
             raise PlanError(f"template {text!r} cannot be read; it is 'assign BUDGET METHOD', such as 'assign 40% role'.")
@@ -450,10 +460,10 @@ OnInfeasible = Callable[[PlanTemplate, BudgetError], object]
 
 
 def make_plans(templates: Iterable[PlanTemplate], trace: Trace, *, on_infeasible: OnInfeasible | None = None) -> list[Plan]:
-    """Return the plans that templates (a budget and a method of `assign` each) make for one step.
+    """Return the plans that `templates` (a budget and a method of `assign` each) make for the step of `trace`.
 
-    If templates give equal plans, one is returned, with all of them in `made_for`. `on_infeasible` is called for each template whose budget
-    no plan fits; without it, the first such template raises its BudgetError.
+    Templates that make equal plans share one plan, which names all of them in `made_for`. `on_infeasible` is called for each template whose
+    budget no plan fits; without it, the first such template raises its BudgetError.
     """
     plans: dict[object, Plan] = {}
     for template in templates:
@@ -470,7 +480,7 @@ def make_plans(templates: Iterable[PlanTemplate], trace: Trace, *, on_infeasible
 
 
 def templates_of(plan: Plan) -> list[str]:
-    """Return the texts of the templates ("assign 50% role") from which this plan was made."""
+    """Return the templates, as texts such as "assign 50% role", from which this plan was made."""
     texts = plan.made_for.get(TEMPLATE_FIELD, "")
     return texts.split(SEPARATOR) if isinstance(texts, str) and texts else []
 
@@ -479,9 +489,9 @@ def templates_of(plan: Plan) -> list[str]:
 
 
 def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_layers: bool) -> str:
-    """Return the message of a BudgetError: which tensors need the memory, and what the user can change.
+    """Return the BudgetError's message if no plan fits: the largest tensors, and what the user can change.
 
-    `has_layers` says whether activation checkpointing was allowed too.
+    `has_layers` says whether activation checkpointing was allowed in the search.
     """
     smallest = problem.smallest
     ledger = problem.ledger
@@ -505,7 +515,7 @@ def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_lay
 
 
 def _why(item: Item, nbytes: int) -> str:
-    """Return the reason why tensors that are stored together cannot take fewer bytes than `nbytes` at the peak."""
+    """Return why the tensors of `item` still take `nbytes` bytes at the peak, such as "in its lowest format"."""
     slot = item.slots[0]
     if slot.role is Role.WEIGHT:
         return slot.stays or ("frozen" if slot.is_frozen else "a parameter with its gradient and optimizer state")
@@ -523,7 +533,7 @@ def _rest(trace: Trace, tick: int) -> dict[str, int]:
 
 
 def _without_pins(problem: AssignmentProblem, budget_bytes: int) -> str:
-    """Return a sentence if a plan would fit without pins (bounds on the precision of slots); else ""."""
+    """Return a sentence that says so if a plan would fit without pins (lower bounds on precision); else ""."""
     pinned = [slot for slot in problem.trace.activations if slot.pin is not None and not slot.stays]
     if not pinned:
         return ""

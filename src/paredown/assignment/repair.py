@@ -54,7 +54,7 @@ CLEARLY_BETTER = 0.9  # `replan` needs a predicted error below this share of the
 
 @dataclass(frozen=True)
 class SlotMove:
-    """A change of the format of one slot (saved tensor), from `before` to `after`; None means unmodified."""
+    """A change of the format of one saved tensor, `slot`, from `before` to `after`; None means unmodified."""
 
     slot: str
     before: Format | None
@@ -63,7 +63,10 @@ class SlotMove:
 
 @dataclass(frozen=True)
 class RepairedPlan:
-    """The result of `repair`: the new plan, its changed slots, and slots that were or could not be raised."""
+    """The result of `repair` or `replan`: the new plan, and its slots (saved tensors) whose format changed, in `moves`.
+
+    `raised` names the slots that got a wider format as requested, `refused` those for which the budget did not suffice.
+    """
 
     plan: Plan
     moves: tuple[SlotMove, ...] = ()
@@ -73,7 +76,10 @@ class RepairedPlan:
 
 @dataclass(frozen=True)
 class RepairTerms:
-    """The constraints of a repair: trace, budget in bytes, gradient errors of slots, and allowed formats."""
+    """What `repair` and `replan` must respect: the traced step, the budget, and the formats (`levels`) to choose from.
+
+    `sensitivities` are measured gradient errors of saved tensors; if None, the role table predicts the errors.
+    """
 
     trace: Trace
     budget_bytes: int
@@ -82,9 +88,10 @@ class RepairTerms:
 
 
 def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Collection[str] = ()) -> RepairedPlan:
-    """Return a plan that stores the slots `raised` in wider formats, and others, except `keeps`, in narrower ones.
+    """Return a plan with wider formats for the tensors `raised`, and if the budget needs it, narrower ones for others.
 
-    `raised` lists the slots of largest error first. If the budget does not allow all, the last slots are refused.
+    `raised` lists names, the largest error first; if the budget does not allow all, the last ones are refused. Tensors in `keeps` get no
+    fewer bits than now.
     """
     check(plan, terms)
     state = RepairState.of(plan, terms)
@@ -104,7 +111,7 @@ def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Coll
 def replan(plan: Plan, terms: RepairTerms, *, keeps: Collection[str] = ()) -> RepairedPlan:
     """Return the plan of least predicted error within the budget, or `plan` itself if no other is clearly better.
 
-    Slots of `keeps` get no fewer bits than now.
+    Saved tensors named in `keeps` get no fewer bits than now.
     """
     check(plan, terms)
     state = RepairState.of(plan, terms)
@@ -126,10 +133,10 @@ def check(plan: Plan, terms: RepairTerms) -> None:
 
 @dataclass(frozen=True, eq=False)
 class RepairState:
-    """The current formats of all slots of a plan, as the arrays from which `repair` computes a new plan.
+    """The storage options of all saved tensors, and the options that `plan` takes now, as arrays for `repair`.
 
-    `current` has the row of the ledger (options x ticks) that each item (slots that are stored together) has now. `bits[slot][row]` are the
-    bits per value of a slot under that row.
+    `ledger` has a row of bytes over time for each option. `current` has, for each item (tensors that are stored together), its row now;
+    every such array of rows is called `chosen`. `bits[name][row]` is the bits per value of a saved tensor under that row.
     """
 
     trace: Trace
@@ -142,7 +149,7 @@ class RepairState:
 
     @staticmethod
     def of(plan: Plan, terms: RepairTerms) -> RepairState:
-        """Return the arrays that describe the formats of `plan` under these constraints."""
+        """Return the storage options of all tensors under `terms`, and those that `plan` takes, as arrays."""
         trace, levels, measured = planned_step(terms.trace, plan), terms.levels, terms.sensitivities
         error_of = role_table_error if measured is None else measured_error(trace, measured, levels)
         chosen = slot_storages(trace, plan)
@@ -164,19 +171,19 @@ class RepairState:
         return RepairState(trace, plan, ledger, current, bits, item_of, totals)
 
     def bits_at(self, name: str, chosen: Ints) -> float:
-        """Return the bits per value of a slot under the choice of formats `chosen`; infinity if unmodified."""
+        """Return the bits per value of the saved tensor `name` under the rows `chosen`; infinity if unmodified."""
         return self.bits[name][int(chosen[self.item_of[name]])]
 
     def current_bits(self, name: str) -> float:
-        """Return the bits per value of the slot `name` as the plan stores it now."""
+        """Return the bits per value that the saved tensor `name` has under the current plan."""
         return self.bits_at(name, self.current)
 
     def can_rise(self, name: str) -> bool:
-        """Return whether the slot `name` can have a wider format, which is the case if the plan packs it."""
+        """Return whether a wider format exists for the saved tensor `name`, which is the case if the plan packs it."""
         return name in self.item_of and self.current_bits(name) < inf
 
     def risen(self, names: Iterable[str]) -> Ints:
-        """Return a choice of formats with the next wider format for the slots `names`."""
+        """Return the storage options (rows) as now, but with the next wider format for the saved tensors `names`."""
         chosen = self.current.copy()
         for name in names:
             item = self.item_of[name]
@@ -193,10 +200,10 @@ class RepairState:
         return chosen
 
     def lowered_to_fit(self, chosen: Ints, floors: Mapping[str, float], budget_bytes: int) -> Ints | None:
-        """Return `chosen` with fewer bits for some slots, so that the peak fits; None if impossible.
+        """Return the rows `chosen` with fewer bits for some tensors, so that the peak fits; None if impossible.
 
-        Slots with the least added error per byte are lowered first. `floors` has the fewest bits per value that a slot may have, by its
-        name.
+        The option with the least added error per freed byte is taken first. `floors` has, by name, the fewest bits per value that a saved
+        tensor may have.
         """
         ledger, chosen = self.ledger, chosen.copy()
         refused = {row for name, least in floors.items() for row, bits in self.bits[name].items() if bits < least}
@@ -214,9 +221,9 @@ class RepairState:
             chosen[item] = row
 
     def _cheapest(self, chosen: Ints, allowed: Ints, tick: int) -> int | None:
-        """Return the option (row) that adds the least error per byte freed at `tick`; None if none frees any.
+        """Return the row of `allowed` that adds the least error per byte freed at `tick`; None if none frees any.
 
-        A tick is a position in the step's list of operations.
+        A row is an option to store some tensors; `chosen` has the rows now. A tick is the position of an operation in the step.
         """
         current = chosen[self.ledger.item_of[allowed]]
         column, totals = self.ledger.held[:, tick], self.totals
@@ -229,7 +236,7 @@ class RepairState:
         return int(rows[np.lexsort((rows, -freed, cost))[0]])
 
     def repaired(self, chosen: Ints, *, raised: Sequence[str] = (), refused: Sequence[str] = ()) -> RepairedPlan:
-        """Return the repaired plan for a choice of formats, with a list of the slots whose format changed."""
+        """Return `plan` with the formats of the rows `chosen`, and a list of the saved tensors whose format changed."""
         before, after = self._formats(self.current), self._formats(chosen)
         moves = tuple(SlotMove(name, before[name], after[name]) for name in before if before[name] != after[name])
         rules = dict(self.plan.rules)
@@ -255,7 +262,7 @@ def bits_per_value(format: Format | None) -> float:
 
 
 def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf) -> Item:
-    """Return the item (slots that are stored together) with the current plan's storage as one more option."""
+    """Return `item` with one more storage option: the formats that its tensors have under the current plan."""
     formats = [(slot, chosen[slot.name].format) for slot in item.slots]
     error = sum(error_of(slot, format) for slot, format in formats if format is not None)
     keys = tuple(((slot.name, Role.ACTIVATION), format) for slot, format in formats)
@@ -264,7 +271,7 @@ def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf)
 
 
 def _parameters(trace: Trace, plan: Plan) -> Item:
-    """Return all weights, gradients and optimizer state as one item, stored as the plan stores them."""
+    """Return all weights, gradients and optimizer state as one group of tensors with one option: as now."""
     held = list(model_memory(replace(trace, outputs=()), plan))
     for interval in unowned(trace):
         held.remove(interval)

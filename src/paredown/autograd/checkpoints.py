@@ -91,9 +91,10 @@ def running_checkpoint() -> Any:
 
 
 def inputs_of(frame: Any) -> list[tuple[Any, Tensor]]:
-    """Return (autograd's handle, tensor) of each input of a checkpointed layer that is kept and may be packed.
+    """Return (handle, tensor) for each input that torch.utils.checkpoint keeps of a layer, and that may be packed.
 
-    `frame`: the object in which torch.utils.checkpoint keeps the state of the checkpoint.
+    A handle is autograd's `SavedTensor`, which takes hooks. `frame`: the object in which torch.utils.checkpoint keeps the checkpoint's
+    state.
     """
     saver = getattr(frame, "input_saver", None)
     if saver is not None:  # torch 2.11: a node that no graph reaches; the first tensor that it saved is a placeholder
@@ -120,9 +121,10 @@ def key_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def describe_input(place: str, number: int, raw: Any, tensor: Tensor, kind: str, reason: str) -> Saved:
-    """Return a description of input `number` of a checkpoint, as `Saved` describes other saved tensors.
+    """Return a description (`Saved`) of input `number` of a checkpoint, counted from 0, as for other saved tensors.
 
-    `place`: how the slot name begins, "layers.3:checkpoint.". `raw`: autograd's handle of the tensor. `reason`: why it stays exact, or "".
+    `place`: the start of its slot name, such as "layers.3:checkpoint.". `raw`: autograd's handle (`SavedTensor`) of the input. `kind`: what
+    `kind_of` returned for it. `reason`: why it must not be quantized; "" if it may be.
     """
     operand = input_operand(number)
     use = Use.EXACT if reason else Use.VALUE
@@ -160,7 +162,7 @@ def _routers_in(layer: nn.Module) -> list[str]:
 
 
 def router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights that score experts, by name; if they were rounded, tokens would go to other experts.
+    """Return the weights by which a model chooses experts, by name; if they were rounded, tokens would go to other experts.
 
     >>> class SparseMoeBlock(nn.Module):
     ...     def __init__(self):
@@ -199,7 +201,7 @@ def _selects_weights(node: Any) -> bool:
 class HiddenLayer:
     """Records a module that runs under no_grad in a training step, like the layer of a use_reentrant=True checkpoint.
 
-    `inputs`: `key_of` each argument that needs a gradient -> whether the argument was passed to a submodule.
+    `inputs` maps the `key_of` each argument that needs a gradient to whether a submodule was seen to get this argument.
     """
 
     module: nn.Module
@@ -218,7 +220,10 @@ class HiddenLayer:
         self.inputs.update({key: True for arg in _differentiable(args) if (key := key_of(arg)) in self.inputs})
 
     def reason_exact(self, tensor: Tensor) -> str:
-        """Return why the layer's input `tensor` must be kept exactly; "" if it may be quantized."""
+        """Return why the checkpoint input `tensor` must not be quantized, such as a comparison in the layer; "" if it may be.
+
+        `output`: the layer's output. `first`: the sequence number of the layer's first autograd node.
+        """
         if not tensor.requires_grad:
             return NO_GRADIENT
         routers, comparing = _routers_in(self.module), _comparing_in(self.module)
@@ -247,7 +252,7 @@ def _differentiable(args: Any) -> list[Tensor]:
 
 
 class Checkpoints:
-    """Finds the inputs that checkpointed layers keep for backward, and describes them like other saved tensors."""
+    """Finds the inputs that checkpointed layers keep for backward, and describes them, so that `Watch` can report them."""
 
     def __init__(self) -> None:
         self.reports_inputs = True
@@ -259,19 +264,22 @@ class Checkpoints:
         self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of an input, whether it needs a gradient) -> reason
 
     def store_by(self, on_recomputation: Callable[[], Store]) -> None:
-        """Set the function called when backward runs a layer again, which returns a function that packs saved tensors.
+        """Set the function `on_recomputation`, which is called when backward begins to run a checkpointed layer again.
 
-        The returned function is called with each tensor that the layer saves in this run.
+        It must return a function that packs tensors, which is called with each tensor that the layer saves in this run.
         """
         self.on_recomputation = on_recomputation
 
     @property
     def lacks_second_passes(self) -> bool:
-        """Return whether backward has yet to run the layers of reentrant checkpoints, which tells what they save."""
+        """Return whether it is not known yet what layers under use_reentrant=True save, since backward has not run them."""
         return bool(self.reentrant) and not self.in_second_passes
 
     def find(self, current: Pass, args: Any) -> None:
-        """Record the running checkpoint when the first module in it is called with `args`; do nothing if none runs."""
+        """Note in the forward pass `current` that a checkpoint runs, when the first module in it is called with `args`.
+
+        Do nothing if no checkpoint runs, or if the running one was noted before.
+        """
         frame = running_checkpoint()
         if frame is None or frame in current.checkpoints or not self.reports_inputs:
             return
@@ -282,14 +290,20 @@ class Checkpoints:
         call.checkpoint = frame, f"{call.path}:{CHECKPOINT}." if is_passed_on else _place_in(parent)
 
     def inputs(self, current: Pass, call: ModuleCall, output: Any) -> list[Saved]:
-        """Return descriptions of a checkpoint's inputs when `call`, its first call of a module, returns `output`."""
+        """Return a description of each input of a checkpoint, when the first module that was called in it returns.
+
+        `call`: the call of that module. `output`: what the module returned.
+        """
         assert call.checkpoint is not None
         frame, place = call.checkpoint
         inputs = [(raw, tensor) for raw, tensor in inputs_of(frame) if has_storage(tensor)]
         return self._described(current, place, inputs, lambda tensor: reason_exact(tensor, output, call.first, call.module))
 
     def follow(self, current: Pass, call: ModuleCall) -> None:
-        """Prepare a checkpoint to pack tensors saved in its second forward pass; `call`: its first call of a module."""
+        """Make a checkpoint pack the tensors that its layer saves when backward runs the layer again.
+
+        `call`: the first call of a module in the checkpoint.
+        """
         assert call.checkpoint is not None
         frame = call.checkpoint[0]
         if self.on_recomputation is not None and call.is_checkpointed:
@@ -300,7 +314,10 @@ class Checkpoints:
         self.reported.add(call.path)
 
     def reentrant_inputs(self, node: Any, current: Pass, call: ModuleCall) -> list[Saved]:
-        """Return descriptions of the inputs that a checkpoint with use_reentrant=True saved in its autograd node."""
+        """Return descriptions of the inputs that a checkpoint with use_reentrant=True saved in its autograd node `node`.
+
+        `call`: the module call in which the checkpoint ran.
+        """
         layer = current.hidden_layers.get(node._sequence_nr())
         place = f"{layer.path}:{CHECKPOINT}." if layer is not None else _place_in(call)
         if layer is not None and self.on_recomputation is not None:
@@ -322,6 +339,9 @@ class Checkpoints:
 
 
 def _place_in(call: ModuleCall) -> str:
-    """Return how slot names begin for inputs of the next checkpoint in a module's forward, and count the checkpoint."""
+    """Return the start of slot names for inputs of the next checkpoint in a module's forward: "encoder:checkpoint#2.".
+
+    The checkpoint is counted in `call`, the running call of that module.
+    """
     call.counts[CHECKPOINT] = count = call.counts.get(CHECKPOINT, 0) + 1
     return f"{call.path}:{CHECKPOINT}." if count == 1 else f"{call.path}:{CHECKPOINT}#{count}."

@@ -43,7 +43,8 @@ WEIGHT_PRESERVING = frozenset((*VIEWS, CAST_NODE, "ExpandBackward0", "ReshapeBac
 class Saved:
     """Describes a tensor that an autograd node saved: its slot name, its operation, and what backward needs of it.
 
-    Do not store `tensor`, `node` or `raw`: they keep the graph alive.
+    `raw` is autograd's handle (`SavedTensor`) of the tensor, which takes hooks. `tensor`, `node` and `raw` keep the graph alive: do not
+    store them.
     """
 
     name: str
@@ -70,14 +71,14 @@ class Saved:
     def again(self, kind: str, node: Any, raw: Any, tensor: Tensor) -> Saved:
         """Return a copy of this description for the tensor that the same operation saved in a later forward pass.
 
-        `raw`: autograd's handle of the later tensor.
+        `kind`, `node`, `raw` (autograd's handle) and `tensor` are those of the later pass.
         """
         described = self.use, kind, self.pin, None, self.reason, self.is_centered
         return Saved(self.name, self.module, self.op, self.operand, *described, self.attribute, node, raw, tensor)
 
 
 class ModuleCall:
-    """Describes a running call of a module's forward.
+    """Describes a running call of a module's forward, from which the tensors that are saved in the call get their names.
 
     Attributes that few calls set have their defaults in the class, which saves time.
     """
@@ -86,7 +87,10 @@ class ModuleCall:
     checkpoint: tuple[Any, str] | None = None  # (frame, slot name of inputs) of a checkpoint, if this is the first call in it
 
     def __init__(self, module: nn.Module, path: str, is_plain_leaf: bool, first: int) -> None:
-        """Begin a call. `path` ends with @2 for a module's second call; `first` is the number of its first node."""
+        """Begin a call of the module at `path`; the path ends with @2 for the module's second call in a forward pass.
+
+        `is_plain_leaf`: what the function of this name returned. `first`: the number of the first autograd node that the call creates.
+        """
         self.module, self.path, self.is_plain_leaf, self.first = module, path, is_plain_leaf, first
         self.counts: dict[str, int] = {}  # operation -> number of nodes that saved tensors
 
@@ -129,7 +133,7 @@ class Pass:
         return any(call.checkpoint is not None for call in self.calls)
 
     def kind_of_constant(self, storage: int) -> str | None:
-        """Return "weight" or "buffer" if the storage with this address has a parameter or buffer now, else None.
+        """Return "weight" or "buffer" if a parameter or a buffer has the storage at this address now, else None.
 
         A packed weight has a storage only while its module runs; when that storage was freed, an activation may get its address.
         """
@@ -154,7 +158,7 @@ def constants_of(modules: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
 
 
 def is_around(running: Pass, module: nn.Module) -> bool:
-    """Return whether `module`, called by another thread, is inside the module with which the pass `running` began."""
+    """Return whether `module` is inside the module whose call began `running`, a forward pass of another thread."""
     entrance = running.entrance
     return entrance is None or (module is not entrance and any(part is module for part in entrance.modules()))
 
@@ -173,12 +177,12 @@ def passed_over(current: Pass | None) -> Generator[None]:
 
 
 def covers_storage(tensor: Tensor) -> bool:
-    """Return whether a saved tensor is packed together with all of its storage, rather than alone."""
+    """Return whether packing a saved tensor packs all of its storage, rather than the values of the tensor alone."""
     return is_packed_whole(tensor, tensor.untyped_storage().nbytes())
 
 
 def packable_bytes(tensor: Tensor) -> int:
-    """Return the number of bytes that packing a saved tensor replaces: those of its storage, or of the tensor alone."""
+    """Return the bytes that packing a saved tensor would free: those of its whole storage, or of the tensor alone."""
     storage_bytes = tensor.untyped_storage().nbytes()
     return storage_bytes if is_packed_whole(tensor, storage_bytes) else tensor.nbytes
 
@@ -196,7 +200,7 @@ def is_packed_whole(tensor: Tensor, storage_bytes: int) -> bool:
 
 
 def _lies_in_blocks(tensor: Tensor) -> bool:
-    """Return whether the memory of `tensor` consists of contiguous runs that begin and end at multiples of a block's length."""
+    """Return whether the memory of `tensor` consists of contiguous runs that begin and end at multiples of BLOCK values."""
     run, outer_strides = 1, list[int]()
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if stride == run and not outer_strides:
@@ -207,7 +211,10 @@ def _lies_in_blocks(tensor: Tensor) -> bool:
 
 
 def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
-    """Return the sorted (number, node) pairs of a pass's nodes that lead to `values`, new since the last call."""
+    """Return (number, node) of the autograd nodes that lead to `values` and were not returned before, sorted by number.
+
+    `forward`: the forward pass; only nodes that were created in it are returned.
+    """
     stack: list[Any] = [t.grad_fn for t in tensors_in(values) if t.grad_fn is not None]
     nodes: list[tuple[int, Any]] = []
     first, last, seen = forward.calls[0].first, next_number(), forward.seen  # nodes of other threads may have numbers beyond these
@@ -241,9 +248,10 @@ def nodes_behind(values: Any, first: int) -> list[Any]:
 
 @cache
 def attributes(node_name: str, node_type: type, only_major: bool) -> tuple[tuple[str, str, str], ...]:
-    """Return (name, attribute of the handle, attribute of the tensor) of each tensor that nodes of one type save.
+    """Return the names by which a type of autograd node exposes each tensor that it saves, as triples.
 
-    If `only_major`, statistics, library state and parameters are left out.
+    The triple of the operand `self` is ("self", "_raw_saved_self", "_saved_self"): its name, the attribute with autograd's handle and the
+    attribute with the tensor. If `only_major`, statistics, library state and parameters are left out.
     """
     names = (a.removeprefix("_raw_saved_") for a in dir(node_type) if a.startswith("_raw_saved_"))
     operands = row_of(node_name).operands
@@ -257,8 +265,8 @@ Named = tuple[str, Any, Tensor | None]
 def saved_of(node: Any, name: str, only_major: bool) -> list[Named]:
     """Return (autograd's name, handle, tensor or None) for each tensor that `node` saved.
 
-    The last is None if hooks of other code hold the tensor. `name`: the node's name. If `only_major`, statistics, library state and
-    parameters are left out.
+    The handle is autograd's `SavedTensor`. The tensor is None if hooks of other code hold it. `name`: the node's name. If `only_major`,
+    statistics, library state and parameters are left out.
     """
     saved: list[Named] = []
     if isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -306,7 +314,11 @@ def is_of_weight(hook: Any) -> bool:
 
 
 def describe(node: Any, row: OperationRow, named: Named, forward: Pass, call: ModuleCall) -> Saved:
-    """Return the description of the tensor `named` that a node saved: its slot name, and what backward needs of it."""
+    """Return the description of a tensor that a node saved: its slot name, and what backward needs of it.
+
+    `row`: the node's operation in the table of operations. `named`: what `saved_of` returned for the tensor. `forward` and `call`: the
+    forward pass and the module call in which the node was created.
+    """
     attribute, raw, tensor = named
     operand = row.operands.get(attribute) or (row.others and replace(row.others, name=attribute))
     if operand is None:
@@ -332,7 +344,7 @@ def _bound(operand: Operand, node: Any) -> int | None:
 
 
 def _prefix(call: ModuleCall, op: str) -> str:
-    """Return the operation in a slot name, between module and operand: "", "mul." or, for the second, "mul#2."."""
+    """Return the part of a slot name between module and operand: "", "mul.", or "mul#2." for a call's second product."""
     if call.is_plain_leaf and len(call.counts) == 1 and 1 in call.counts.values():
         return ""
     count = call.counts.get(op, 1)
@@ -340,7 +352,10 @@ def _prefix(call: ModuleCall, op: str) -> str:
 
 
 def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
-    """Return the kind of a saved tensor: "activation", "weight" (a parameter, its view or cast), "buffer" or "input" (of the model)."""
+    """Return what a saved tensor is: "activation", "weight" (a parameter, its view or cast), "buffer" or "input".
+
+    `operand`: its name in the table of operations. An input is a tensor of the caller of `forward`, the running forward pass.
+    """
     node = tensor.grad_fn
     if node is not None:
         while node is not None and node.name() in WEIGHT_PRESERVING:
@@ -386,5 +401,5 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def is_plain_leaf(module: nn.Module) -> bool:
-    """Return whether `module` is of torch.nn and has no children; tensors it saves are named without an operation."""
+    """Return whether `module` is of torch.nn and has no children; slot names of tensors that it saves name no operation."""
     return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None

@@ -28,7 +28,7 @@ Moment = tuple[tuple[Any, ...], list[dict[str, int]]]  # `point_of`, and the cou
 
 
 class SavedTrail(NamedTuple):
-    """Holds the position of a saved tensor in autograd's graph, by which later passes find the tensor again."""
+    """Holds the position of a saved tensor in autograd's graph, by which later forward passes find the tensor again."""
 
     node_index: int
     raw: str
@@ -41,7 +41,8 @@ class SavedTrail(NamedTuple):
 class GraphPart:
     """Records the paths to saved tensors in a part of autograd's graph, so that later passes need no search.
 
-    `walk` has, for nodes in the order in which they are found, the (edge, name) of each next node; the first nodes are the `roots`.
+    Nodes are numbered in the order in which they are found, beginning with the `roots`. An item of `walk` has the number of a node, and
+    (index of the edge, name of the node) for each node that is reached from it.
     """
 
     roots: tuple[tuple[int, str], ...]  # index among the tensors that the part was read from, name of the node
@@ -52,7 +53,7 @@ class GraphPart:
     def of(starts: Sequence[Any], created: Mapping[int, Any], saved: Iterable[tuple[int, Saved]]) -> GraphPart:
         """Record the part of autograd's graph that leads to the nodes `starts`, among the nodes `created` in the pass.
 
-        `saved`: (number of a node, description) of each tensor that the nodes saved.
+        `created`: the nodes by number. `saved`: (number of a node, description) of each tensor that the nodes saved.
         """
         kept = [(number, one) for number, one in saved if one.kind in ("activation", "input")]
         found, edges = _reach(starts, created)
@@ -71,9 +72,9 @@ class GraphPart:
         return GraphPart(roots, walk, [_trail(places[number], created[number], one) for number, one in kept])
 
     def follow(self, starts: Sequence[Any]) -> list[FoundAgain] | None:
-        """Return (description, node, handle, tensor) of each saved tensor at the recorded paths in a later graph.
+        """Return (description, node, handle, tensor) of each saved tensor at the recorded paths in the graph of a later pass.
 
-        Return None if a node differs. `starts`: the nodes of the tensors from which the paths begin.
+        Return None if a node differs from the recorded one. `starts`: the nodes of the tensors from which the paths begin.
         """
         nodes: list[Any] = []
         for index, name in self.roots:
@@ -178,7 +179,7 @@ def needs_of(args: Any) -> tuple[bool, ...]:
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """Records a part of autograd's graph, read at one moment of a pass, so that the next pass needs no search."""
+    """Records what a part of autograd's graph saved, read at one moment of a forward pass, so that the next needs no search."""
 
     point: tuple[Any, ...]  # `point_of` the moment before the part was read
     layouts: list[tuple[torch.Size, torch.dtype]]  # sizes and dtypes of the tensors that it was read from
@@ -189,9 +190,9 @@ class Segment:
 
     @staticmethod
     def of(start: Moment, current: Pass, found: Report, values: Any) -> Segment | None:
-        """Record the part of the graph that was read from `values`; None if later passes cannot find it (`is_plain`).
+        """Record the part of the graph that was read from `values`; return None if later passes cannot find it (`is_plain`).
 
-        `start`: the moment of the pass before the part was read. `found`: the nodes and saved tensors of the part.
+        `start`: the moment of the pass `current` before the part was read. `found`: the nodes and saved tensors of the part.
         """
         (point, counts), (nodes, reported) = start, found
         if current.hidden is not None or not is_plain(dict(nodes), reported):
@@ -204,7 +205,10 @@ class Segment:
         return Segment(point, layouts, [number - first for number, _ in nodes], current.unreached, changed, part)
 
     def read_again(self, current: Pass, values: Any, before: int | None) -> list[FoundAgain] | None:
-        """Return what the same nodes of a later pass saved; None if this pass differs from the recorded one."""
+        """Return what the same nodes of a later pass saved; None if this pass differs from the recorded one.
+
+        `current`: the later pass. `values`: the tensors whose graph is read. `before`: as for `point_of`.
+        """
         if point_of(current, before) != self.point:
             return None
         tensors = [values] if type(values) is Tensor else list(tensors_in(values))

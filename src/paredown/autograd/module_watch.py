@@ -49,7 +49,7 @@ BeginInside = Callable[[list[Tensor], set[int]], None]
 class Watch(SavedReports):
     """Follows the forward passes of a model by hooks, and calls `on_saved` for every tensor that autograd saves.
 
-    `attach()` registers the hooks, `detach()` removes them.
+    `attach()` registers the hooks, `detach()` removes them. Tensors of fewer than `min_numel` values are not reported.
 
     `on_begin` is called when a forward pass of the model begins and returns whether to follow it; `on_end` gets its output. `on_enter` gets
     the path and the arguments of each submodule that is called. `on_saved_again`, if set, is called instead of `on_saved` for a tensor that
@@ -136,8 +136,9 @@ class Watch(SavedReports):
     ) -> None:
         """Follow forward passes that begin with a call of any module, and call these functions of a session.
 
-        `passed_over`: modules that the session checkpoints. `on_recomputation` is called when backward runs a layer again that the model
-        itself checkpoints.
+        `on_saved_again` is called for tensors that an operation saved in an earlier pass too, `on_begin_inside` when the call of a
+        submodule begins a pass, and `on_recomputation` when backward runs a layer again that the model itself checkpoints. `passed_over`:
+        the modules that the session checkpoints.
         """
         self.on_saved_again, self.on_begin_inside, self.passed_over = on_saved_again, on_begin_inside, passed_over
         self.checkpoints.store_by(on_recomputation)
@@ -164,7 +165,7 @@ class Watch(SavedReports):
             yield
 
     def leave_out(self, names: Collection[str], max_bytes: int) -> None:
-        """Stop reporting tensors with these slot names whose packing would replace at most `max_bytes` bytes."""
+        """Stop reporting tensors with these slot names for which packing would free at most `max_bytes` bytes."""
         self._left_out, self._max_left_bytes = frozenset(names), max_bytes
         self._forget()
 
@@ -191,7 +192,10 @@ class Watch(SavedReports):
         self._begin_pass(module, (args, kwargs))
 
     def _begin_pass(self, entrance: nn.Module, values: Any) -> Pass:
-        """Begin a forward pass of this thread with the call of the module `entrance`, and return it."""
+        """Begin a forward pass of this thread with the call of the module `entrance`, and return the pass.
+
+        `values`: the arguments of the call.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # so that packed parameters run no Python
             needs = [p.requires_grad for parameters in self._parameters for p in parameters.values() if p is not None]
         if needs != self._needs:
@@ -211,7 +215,10 @@ class Watch(SavedReports):
         return current
 
     def _begin_inside(self, current: Pass, between: Between) -> None:
-        """Report what operations between two calls of submodules saved, when the second call begins."""
+        """Report what operations between two calls of submodules saved, when the second call begins.
+
+        `current`: the forward pass that the second call begins. `between`: the autograd nodes of these operations.
+        """
         if self.on_begin_inside is not None:
             self.on_begin_inside(between.arguments, between.outputs)
         if between.nodes:
@@ -221,7 +228,7 @@ class Watch(SavedReports):
             current.calls = calls
 
     def _chain(self) -> PassChain:
-        """Return the record of this thread's calls of submodules."""
+        """Return the record of this thread's calls of submodules; it is created when it is first needed."""
         chain: PassChain | None = getattr(self._running, "chain", None)
         if chain is None:
             self._running.chain = chain = PassChain(self._owns)
@@ -251,7 +258,10 @@ class Watch(SavedReports):
         self._on_end(output)
 
     def _end_interrupted(self, called: nn.Module) -> None:
-        """End the forward pass of this thread if the module with which the pass began no longer runs."""
+        """End the forward pass of this thread if the module with which the pass began no longer runs.
+
+        `called`: the module whose call is beginning now.
+        """
         current = self._current()
         entrance = self.model if current is None or current.entrance is None else current.entrance
         if current is None or current.is_branch or num_running(entrance) > (entrance is called):
@@ -319,7 +329,7 @@ class Watch(SavedReports):
     # --- passes that begin with a call of a submodule ---
 
     def _enter_submodule(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin a forward pass with a call of a submodule, and return the pass; None if the call is not followed.
+        """Begin a forward pass with a call of a submodule alone, and return the pass; None if the call begins none.
 
         Calls in backward begin no pass: there a checkpointed layer runs again. The first `ModuleCall` of the pass is one of the model.
         """
@@ -409,7 +419,7 @@ class Watch(SavedReports):
         return current
 
     def _second_pass(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin and return a pass if `module` is a reentrant checkpoint's layer that backward runs again, else None."""
+        """Begin and return a pass if backward runs `module` again, the layer of a use_reentrant=True checkpoint; else None."""
         if (
             not self.checkpoints.reentrant.get(module)
             or running_backward() < 0
@@ -433,7 +443,7 @@ class Watch(SavedReports):
     # --- inputs of checkpoints ---
 
     def _enter_hidden(self, current: Pass, module: nn.Module, path: str, args: Any) -> None:
-        """Record a module that is called under no_grad: the layer of a reentrant checkpoint, or a module inside of it."""
+        """Record a module that is called under no_grad: the layer of a use_reentrant=True checkpoint, or a module inside it."""
         if current.hidden is not None:
             current.hidden.enter(args)
             return

@@ -42,7 +42,7 @@ class Use(str, Enum):
 
 @dataclass(frozen=True)
 class Pin:
-    """Bounds the precision of a stored tensor from below, in significant bits (int8 has 7, e4m3 4, bf16 8)."""
+    """Sets the least precision in which a tensor may be stored, in significant bits (int8 has 7, e4m3 4, bf16 8)."""
 
     significant_bits: int
     reason: str
@@ -99,7 +99,7 @@ class Operand:
     exact_if: Condition | None = None  # a function of the node that returns whether the use is EXACT instead
 
     def at(self, node: Any) -> Operand:
-        """Return this operand as backward of `node` needs it, with the use EXACT if `exact_if` says so."""
+        """Return this operand, with the use EXACT if the condition `exact_if` holds for the autograd node `node`."""
         return replace(self, use=Use.EXACT) if self.exact_if is not None and self.exact_if(node) else self
 
     @property
@@ -122,12 +122,15 @@ def _exact(name: str, reason: str) -> Operand:
 
 
 def _plane_of_input(node: Any) -> int:
-    """Return the number of pixels in one channel of the input, which bounds the indices of max pooling."""
+    """Return the number of pixels in one channel of a max pooling's input; all indices that `node` saved are below it."""
     return prod(node._saved_self.shape[-3 if "3D" in node.name() else -2 :])
 
 
 def _classes(node: Any) -> int:
-    """Return a number above all class targets; it exceeds 256 if ignore_index is negative and needs a signed dtype."""
+    """Return a number above all class targets that a loss node saved, by which the dtype to store them is chosen.
+
+    If ignore_index is negative, the number exceeds 256, so that a signed dtype is chosen.
+    """
     classes, ignored = node._saved_self.shape[1 if node._saved_self.dim() > 1 else 0], int(node._saved_ignore_index)
     return max(classes, ignored + 1) if ignored >= 0 else max(classes, (1 << 8) + 1, 1 - ignored)
 
@@ -309,9 +312,9 @@ def row_of(node_name: str) -> OperationRow:
 
 
 def unknown_operand(attribute: str, *, is_float: bool, is_bool: bool, is_custom: bool) -> Operand:
-    """Return what backward is assumed to need of a saved tensor whose operation is not in the table.
+    """Return what backward is assumed to need of a saved tensor whose operation is not in the table of operations.
 
-    `attribute`: autograd's name of the tensor. `is_custom`: whether a custom autograd function saved it.
+    `attribute`: autograd's name of the tensor. `is_float`, `is_bool`: its dtype. `is_custom`: whether a custom autograd function saved it.
     """
     if is_float:
         return Operand(attribute, pin=UNKNOWN) if is_custom else _exact(attribute, UNKNOWN.reason)

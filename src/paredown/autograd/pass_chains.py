@@ -48,9 +48,9 @@ class Between(NamedTuple):
 
 
 class PassChain:
-    """Records the outputs of calls of a model's submodules by code outside the model, in one thread.
+    """Records what a model's submodules return to code outside the model, to recognize it in arguments of later calls.
 
-    `owns` returns whether a tensor is a parameter of the model.
+    There is one object for each thread. `owns` returns whether a tensor is a parameter of the model.
     """
 
     def __init__(self, owns: Callable[[Tensor], bool]) -> None:
@@ -107,7 +107,10 @@ class PassChain:
         return ({number: found[number] for number in leads}, {known[number] for number in reached} - {0}) if reached else None
 
     def _saved_by_caller(self, nodes: Iterable[Any]) -> set[int] | None:
-        """Return storages that `nodes` saved and no operation computed; None if one reads another network's weight."""
+        """Return addresses of the storages that `nodes` saved and that no operation computed, such as the caller's noise.
+
+        Return None if one of the nodes reads a weight of another network.
+        """
         held = set[int]()
         for node in nodes:
             name = node.name()
@@ -131,7 +134,6 @@ class PassChain:
 
 
 def _has_packed_weight(node: Any, name: str) -> bool:
-    """Return whether a node saved a packed weight of any model."""
     if name in SAVES_NOTHING or isinstance(node, torch.autograd.function.BackwardCFunction):
         return name == FROZEN_LINEAR
     raws = [getattr(node, raw_name) for _, raw_name, _ in attributes(name, type(node), False)]

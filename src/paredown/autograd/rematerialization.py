@@ -84,5 +84,5 @@ def function_name(node: Any) -> str:
 
 
 def _is_training(norm: Any) -> bool:
-    """Return whether a batch norm used the statistics of the batch, and has a weight and a bias to recompute with."""
+    """Return whether a batch norm's node used the statistics of the batch, and has a weight and a bias to recompute with."""
     return bool(getattr(norm, "_saved_training", True)) and len(norm.next_functions) == 3

@@ -49,9 +49,10 @@ class SavedReports:
         self.checkpoints = Checkpoints()
 
     def _report_again(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """Report the tensors that new nodes behind `values` saved, on the paths of the last pass if these still exist.
+        """Report the tensors saved by nodes that lead to `values`, on the paths of the last pass if these still exist.
 
-        `before`: the number of the first node of the call whose arguments `values` are; None if `values` are outputs.
+        Only nodes of the pass `current` that were not read before are considered. `before`: the number of the first node of the call whose
+        arguments `values` are; None if `values` are outputs.
         """
         key = current.calls[-1].path, before is not None
         segment = current.segments.get(key) if not current.is_branch else None
@@ -80,7 +81,7 @@ class SavedReports:
             set_grad_enabled(is_enabled)
 
     def _report(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """Report the tensors that new nodes behind `values` saved, with the module calls that created the nodes.
+        """Search the graph for new nodes that lead to `values`, and report what they saved, by the module calls that made them.
 
         `before`: the number of the first node of the call whose arguments `values` are; None if `values` are outputs.
         """
@@ -130,7 +131,10 @@ class SavedReports:
                 yield saved
 
     def _report_saved(self, node: Any, row: OperationRow, named: Named, current: Pass, call: ModuleCall) -> Saved | None:
-        """Report a tensor that a node saved and return its description; None if it is too small or left out."""
+        """Report a tensor that a node saved and return its description; None if it is too small or left out.
+
+        `row`: the node's operation in the table of operations. `named`: what `saved_of` returned for the tensor.
+        """
         is_large = named[2] is None or named[2].numel() >= self._min_numel
         if not is_large and not self.collects_small:
             return None

@@ -30,7 +30,10 @@ top_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class CapturedHooks:
-    """Stands for autograd's handle of a saved tensor, and records the pack and unpack hooks registered on it."""
+    """Stands for autograd's handle of a saved tensor, and records the pack and unpack hooks registered on it.
+
+    A session packs a tensor of a second forward pass through this object, as it packs others through autograd's handles.
+    """
 
     __slots__ = ("_tensor", "packed", "unpack")
 
@@ -60,7 +63,7 @@ class RecomputedSave:
 
 
 def stored_operand(node: Any) -> Any:
-    """Return the packed form of what `node` saved as `self` while backward ran a layer again; None if not packed."""
+    """Return the packed form of the operand `self` that `node` saved when backward ran a layer again; None if not packed."""
     raw = getattr(node, "_raw_saved_self", None)
     found = raw.data if raw is not None and raw.unpack_hook is not None else None
     found = found[0] if isinstance(found, tuple) else found  # hooks for packed weights may enclose those of the pass
@@ -78,7 +81,7 @@ class _State:
 
 
 class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
-    """Replaces torch.utils.checkpoint's dict of recomputed tensors of one backward; reading unpacks packed ones."""
+    """Replaces torch.utils.checkpoint's dict of recomputed tensors of one backward; reading an item unpacks it if packed."""
 
     def __init__(self, state: _State) -> None:
         super().__init__()
@@ -94,7 +97,7 @@ class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
 
 
 class RecomputedPasses(dict[Any, RecomputedTensors]):
-    """Replaces torch.utils.checkpoint's dict from the number of a backward to its recomputed tensors."""
+    """Replaces torch.utils.checkpoint's dict of recomputed tensors, whose keys are the numbers of backward passes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -113,7 +113,6 @@ class TokenOps(TorchDispatchMode):
         self._count, self._input = count, probe.untyped_storage()._cdata
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and check whether it reads across tokens."""
         if func is DEVICE:
             return func(*args, **(kwargs or {}))
         arguments = (args, kwargs or {})
@@ -132,7 +131,11 @@ class TokenOps(TorchDispatchMode):
         return None if not found else found[0] if len(found) == 1 and tensor.shape[found[0]] == self._count else MANY
 
     def _reason(self, func: Any, arguments: Any, places: list[int | None], returned: tuple[Any, list[int | None]]) -> str:
-        """Return why an operation reads across tokens, or "". `returned`: its result and the token dimensions in it."""
+        """Return why an operation reads across tokens; "" if it does not.
+
+        `func`, `arguments`: the operation and its (args, kwargs). `places`: the dimension of tokens in each tensor among them, as `place`
+        gives it. `returned`: the result, and the dimensions of tokens in its tensors.
+        """
         name, (out, results) = func._schema.name.rpartition("::")[2], returned
         is_view = name in TOKEN_VIEWS
         self.calls.append((name, [self._plain(value, by_size=is_view or name in CONSTANTS) for value in tree_leaves(arguments)]))
@@ -182,7 +185,6 @@ class OperationNames(TorchDispatchMode):
         self.mixing = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and record its name if operations of this name read across tokens."""
         name = func._schema.name.rpartition("::")[2]
         if not self.mixing and (name in MIXING or name.startswith(ATTENTION)):
             self.mixing = name
@@ -190,7 +192,7 @@ class OperationNames(TorchDispatchMode):
 
 
 def _keeps_tokens(func: Any, name: str, named: dict[str, Any], returned: tuple[Any, Callable[[Tensor], int | None]]) -> bool:
-    """Return whether an operation of the tables computes each token of its result from that token alone.
+    """Return whether an operation in this module's tables computes each token of its result from that token alone.
 
     `named`: its arguments by name. `returned`: its result, and the function `TokenOps.place`.
     """
@@ -216,7 +218,10 @@ def _keeps_tokens(func: Any, name: str, named: dict[str, Any], returned: tuple[A
 
 
 def _is_outer(left: Tensor, right: Tensor, places: tuple[int | None, int | None], *, is_transposed: bool) -> bool:
-    """Return whether a matrix product does not sum over tokens; `is_transposed`: whether its right operand is."""
+    """Return whether a matrix product does not sum over tokens; `is_transposed`: whether its right operand is transposed.
+
+    `places`: the dimension of tokens in `left` and in `right`; None if there is none.
+    """
     of_left, of_right = places
     summed = (left.dim() - 1, right.dim() - (1 if is_transposed else 2))
     if of_left is not None and of_right is not None:  # a batch of products, one for each token

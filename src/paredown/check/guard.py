@@ -39,7 +39,7 @@ DECAY = 0.9  # weight of the previous value in the usual norm and the usual erro
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits on rounding errors and gradients at which a guard acts.
+    """The limits on rounding errors and gradients at which a `Guard` acts.
 
     Errors are squared and relative: |x - decoded|^2 / |x|^2. To raise a slot (a saved tensor) is to give it the next more precise format,
     to lower it the next less precise format.
@@ -77,12 +77,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Guard:
-    """The settings of a guard, which raises the precision of slots with large rounding errors during training.
+    """The settings of a guard, which raises the precision of saved tensors whose rounding error grows in training.
 
-    `budget` limits the predicted peak; None: the predicted peak of the applied plan. `sensitivities` (the result of `probe`: the gradient
-    error that rounding each slot causes) decide which slots are lowered so that others can be raised; if they are None, the table of roles
-    decides. With a `batch` (and its `loss`, as for `probe`), sensitivities are measured after 10, 30, 100, 300, ... steps, and formats are
-    chosen anew. A part of a batch suffices, and takes less memory, since a probe packs nothing.
+    Pass it to `apply`; it needs the trace of the step that is trained. `budget` limits the predicted peak; None: the predicted peak of the
+    applied plan. `sensitivities` (the result of `probe`: the gradient error that rounding each saved tensor causes) decide which tensors
+    get less precise formats so that others fit; if None, the table of roles decides. With a `batch` (and its `loss`, as for `probe`),
+    sensitivities are measured after 10, 30, 100, 300, ... steps, and formats are chosen anew. A part of a batch suffices, and takes less
+    memory, since a probe packs nothing.
     """
 
     trace: Trace
@@ -106,7 +107,7 @@ class Guard:
             parse_bytes(self.budget, whole=1)  # raises here for what is no size, rather than in apply
 
     def budget_for(self, plan: Plan) -> int:
-        """Return the largest peak in bytes that the guard allows; raise BudgetError if `plan` exceeds it."""
+        """Return the largest predicted peak in bytes that the guard allows; raise BudgetError if `plan` exceeds it."""
         peak = footprint(self.trace, plan).peak_bytes
         if self.budget is None:
             return peak
@@ -121,7 +122,7 @@ class Guard:
 
 
 def checked_guard(guard: Any, plan: Plan) -> Guard | None:
-    """Return `guard` if it is None or a Guard whose budget `plan` fits; raise ApplyError or BudgetError otherwise."""
+    """Return `guard`, a Guard whose budget `plan` fits, or None; raise ApplyError or BudgetError otherwise."""
     if isinstance(guard, Guard):
         guard.budget_for(plan)
     if guard is None or isinstance(guard, Guard):
@@ -133,7 +134,7 @@ def checked_guard(guard: Any, plan: Plan) -> Guard | None:
 
 
 def check_model(trace: Trace, model: nn.Module) -> None:
-    """Raise ApplyError if `trace` is of another model, whose slots a guard of `model` could not measure."""
+    """Raise ApplyError if `trace` is of another model, so that a guard could not measure the tensors of `model`."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     for slot in trace.of(Role.WEIGHT):
         if not slot.stays and shapes.get(slot.name) != slot.shape:
@@ -171,10 +172,11 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor | None:
 
 @dataclass
 class OptimizerSteps:
-    """Statistics of the steps that one optimizer took: gradient norms, skipped steps, and raised slots.
+    """Statistics of the steps of one optimizer: gradient norms, skipped steps, and raised formats.
 
-    `norm` is a moving average of `num_norms` gradient norms. `left_out` counts the last steps in a row that were skipped. `suspicions`
-    counts how often slots were raised without a large error of their own since the last step that was taken.
+    A guard decides by them whether a gradient norm is unusual. `norm` is a moving average of `num_norms` gradient norms. `left_out` counts
+    the steps in a row that were skipped last. `suspicions` counts how often, since the last step that was not skipped, saved tensors got a
+    more precise format though their errors were small.
     """
 
     norm: float = 0.0
@@ -187,7 +189,7 @@ class OptimizerSteps:
         return self.norm if self.num_norms >= MIN_NORMS else None
 
     def update(self, norm: float | None, *, is_taken: bool) -> None:
-        """Add the gradient norm of one step, or count the step as skipped if `is_taken` is False."""
+        """Count one step of the optimizer; if it was not skipped, add its gradient norm (None: not measured)."""
         self.left_out = 0 if is_taken else self.left_out + 1
         if is_taken:
             self.suspicions = 0
@@ -198,11 +200,12 @@ class OptimizerSteps:
 
 @dataclass
 class GuardState:
-    """The state of a guard from one training step to the next; its fields have the same names in JSON.
+    """All that a guard remembers from one training step to the next; its fields have the same names in JSON.
 
-    `looks` has for each slot the moving average of its error, and its largest value when it got its current format. `taken` has statistics
-    of each optimizer, by the name of its first parameter, and `done` the optimizers that have run in this step. `held_until` and
-    `refused_until` have for a slot the step until which it is not lowered, or not raised because the budget did not allow it.
+    A slot is a saved tensor; to raise it is to give it a more precise format. `looks` has for each slot the moving average of its rounding
+    error, and its largest value when it got its current format. `taken` has statistics of each optimizer, by the name of its first
+    parameter, and `done` the optimizers that have run in this step. `held_until` has the step until which a slot is not lowered,
+    `refused_until` that until which it is not raised because the budget did not allow it.
     """
 
     steps: int = 0
@@ -220,26 +223,29 @@ class GuardState:
         return is_new
 
     def is_held(self, name: str) -> bool:
-        """Return whether a slot must not be lowered yet: it was raised at most `Limits.hold` steps ago."""
+        """Return whether saved tensor `name` must keep its bits: it got more at most `Limits.hold` steps ago."""
         return self.held_until.get(name, -1) > self.steps
 
     def is_refused(self, name: str) -> bool:
-        """Return whether a slot could not be raised within the budget in the last `Limits.hold` steps."""
+        """Return whether, in the last `Limits.hold` steps, the budget did not allow saved tensor `name` more bits."""
         return self.refused_until.get(name, -1) > self.steps
 
     def is_probe_due(self) -> bool:
-        """Return whether the guard must measure after this step how much gradient error rounding each slot causes."""
+        """Return whether sensitivities must be measured after this step: the 10th, 30th, 100th, 300th, ..."""
         return self.steps == next(step for step in probe_steps() if step >= self.steps)
 
     def update(self, measured: Mapping[str, SlotSignal]) -> None:
-        """Add the measured rounding errors of slots to moving averages; leave out values that are not finite."""
+        """Add measured rounding errors to the moving average of each saved tensor; leave out infinity and NaN."""
         for name, signal in measured.items():
             if isfinite(signal.error) and isfinite(signal.largest):
                 before = self.looks.get(name)
                 self.looks[name] = signal if before is None else SlotSignal(_mixed(before.error, signal.error), before.largest)
 
     def forget(self, name: str, *, held_until: int | None) -> None:
-        """Drop the measurements of a slot with a new format, which is not lowered before `held_until`."""
+        """Drop the measurements of saved tensor `name`, whose format changed.
+
+        Until the step `held_until` the guard must not give it fewer bits; with None, it may at once.
+        """
         self.looks.pop(name, None)
         if held_until is not None:
             self.held_until[name] = held_until

@@ -67,7 +67,10 @@ OVER_BUDGET = "no other slot can be lowered enough to keep the budget"
 
 @final
 class GuardRunner(SessionGuard):
-    """The guard of one session: it measures rounding errors, and calls `change(plan)` with a repaired plan."""
+    """The guard at work in one session: it skips steps and changes formats during training.
+
+    It calls `change(plan)` with each new plan, so that the session stores tensors accordingly.
+    """
 
     def __init__(
         self, guard: Guard, plan: Plan, model: nn.Module, activations: Activations, change: Callable[[Plan], None]
@@ -90,11 +93,11 @@ class GuardRunner(SessionGuard):
 
     @property
     def terms(self) -> RepairTerms:
-        """Return the trace, budget, sensitivities and allowed formats under which a plan is repaired."""
+        """Return the trace, budget, sensitivities and allowed formats that a new plan must respect."""
         return RepairTerms(self.guard.trace, self.budget_bytes, self.sensitivities, self._levels)
 
     def passes_over(self) -> bool:
-        """Return whether the forward pass is one of a probe; raise ApplyError in a CUDA graph capture."""
+        """Return whether the guard itself runs this forward pass; raise ApplyError in a CUDA graph capture."""
         if is_capturing():
             raise ApplyError(
                 "a CUDA graph is being captured, but the guard of this session reads measured errors on the host before each optimizer "
@@ -103,7 +106,7 @@ class GuardRunner(SessionGuard):
         return self.is_probing
 
     def read_formats(self, format_of: Callable[[str], Format | None]) -> None:
-        """Set the function `format_of(slot name)` from which the guard reads the current format of a slot."""
+        """Replace the function from which the guard reads a saved tensor's current format, given its name."""
         self.format_of = format_of
 
     def close(self) -> None:
@@ -114,7 +117,7 @@ class GuardRunner(SessionGuard):
     # --- before a step ----------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Skip the step that `optimizer` is about to take, or repair the plan, if limits are exceeded."""
+        """Skip the step that `optimizer` is about to take, or change formats, if limits are exceeded."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
         if not parameters or not self.signals.has_any or not getattr(optimizer, "updates_next", True):
             return
@@ -132,7 +135,11 @@ class GuardRunner(SessionGuard):
             self._probe_within_budget()
 
     def _takes(self, taken: OptimizerSteps, norm: float, measured: Mapping[str, SlotSignal], *, is_new: bool) -> bool:
-        """Return whether the optimizer step may run, after repairing the plan if errors are too large."""
+        """Return whether the optimizer step may run, after raising formats of tensors with too large errors.
+
+        `norm` is the gradient norm, `measured` has the errors of saved tensors, and `taken` the statistics of the optimizer. `is_new` says
+        whether this optimizer call begins a new training step.
+        """
         memory, signals = self.memory, self.signals
         alarm = self._alarm(taken, norm)
         wrong = self._wrong(measured)
@@ -151,7 +158,7 @@ class GuardRunner(SessionGuard):
         return not alarm
 
     def _alarm(self, taken: OptimizerSteps, norm: float) -> str:
-        """Return why a step is skipped (its gradient norm is not finite or too large); "" if it is taken."""
+        """Return why a step with the gradient norm `norm` must be skipped; "" if it may be taken."""
         if not isfinite(norm):
             return NOT_FINITE
         usual = taken.usual_norm()
@@ -181,7 +188,7 @@ class GuardRunner(SessionGuard):
         return {name: why for name, (_, why) in sorted(wrong.items(), key=lambda row: (-row[1][0], row[0]))}
 
     def _growth(self, name: str) -> float:
-        """Return the factor by which a slot's largest value may grow before the slot is raised."""
+        """Return the factor by which a saved tensor's largest value may grow before it gets a more precise format."""
         if self.slots[name].pin is not None:
             return sqrt(self.guard.limits.jump)  # query and key, which are multiplied with each other in an exponent
         format = self.format_of(name)
@@ -189,7 +196,10 @@ class GuardRunner(SessionGuard):
         return inf if is_scaled else self.guard.limits.jump
 
     def _suspects(self, taken: OptimizerSteps, measured: Mapping[str, SlotSignal]) -> list[str]:
-        """Return the slots to raise if gradients are suspicious and no error is large, pinned ones first."""
+        """Return the saved tensors to store more precisely if gradients are unusual though no error is large.
+
+        Those that backward exponentiates come first, then those of the largest error. With each call in a row there are twice as many.
+        """
 
         def rank(name: str) -> tuple[bool, float, str]:
             error, format = measured[name].error, self.format_of(name)
@@ -212,7 +222,10 @@ class GuardRunner(SessionGuard):
     # --- plans ------------------------------------------------------------------------------------------------------------
 
     def _use(self, repaired: RepairedPlan, why: Mapping[str, str], whole: str = "") -> None:
-        """Apply a repaired plan, and record an action, with its reason, for each changed or refused slot."""
+        """Put a repaired plan to work, and record an `Action` for each slot that was changed or refused a change.
+
+        `why` has the reason by slot (saved tensor), and `whole`, if given, replaces the reasons of all changes.
+        """
         steps = self.memory.steps
         for move in repaired.moves:
             is_raised = move.slot in repaired.raised
@@ -241,7 +254,10 @@ class GuardRunner(SessionGuard):
         self.actions.append(Action(self.memory.steps, THE_PROBE, "due", "skipped", why))
 
     def reprobe(self, batch: Any, loss: Callable[..., Tensor] | None) -> Sensitivities:
-        """Measure the gradient errors of slots on `batch`, and choose formats by them within the budget."""
+        """Measure on `batch` how much gradient error rounding each saved tensor causes, and choose formats anew.
+
+        The new formats are within the budget. `loss` is as for `probe`.
+        """
         model = self._model()
         if model is None:
             raise ApplyError("the model of this session was deleted: there is nothing to probe. Keep a reference to the model.")
@@ -272,7 +288,7 @@ class GuardRunner(SessionGuard):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], plan: Plan) -> None:
-        """Restore the state of a guard from its `state_dict()`; `plan` was the current plan of that guard."""
+        """Restore what `state_dict()` of a guard returned; `plan` must be the plan that was in use then."""
         try:
             memory, actions = GuardState.from_json(state["memory"]), [Action(*row) for row in state["actions"]]
             saved, looks_at_all = state["sensitivities"], bool(state["looks_at_all"])
@@ -289,7 +305,10 @@ class GuardRunner(SessionGuard):
 
 
 def _averaged(errors: Mapping[str, Mapping[str, float]], device: torch.device) -> dict[str, dict[str, float]]:
-    """Return the gradient errors of slots averaged over all processes, which must have measured the same slots."""
+    """Return gradient errors, by slot and format, averaged over all processes.
+
+    All processes must have measured the same saved tensors (slots) in the same formats.
+    """
     rows = [(name, text) for name in sorted(errors) for text in sorted(errors[name])]
     values = torch.tensor([errors[name][text] for name, text in rows], dtype=torch.float32, device=device)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -305,13 +324,16 @@ def _averaged(errors: Mapping[str, Mapping[str, float]], device: torch.device) -
 
 
 def probe_bytes(trace: Trace, plan: Plan, batch: Any, *, num_examples: int | None = None) -> int:
-    """Return the predicted peak in bytes of a probe between steps, of `batch` or its first `num_examples`."""
+    """Return the predicted peak in bytes while a probe measures gradient errors, before an optimizer step.
+
+    The probe gets the first `num_examples` of `batch`, or all if it is None.
+    """
     fixed, each = _costs(trace, plan, batch)
     return int(fixed + each * (count_examples(batch) if num_examples is None else num_examples))
 
 
 def examples_within(batch: Any, trace: Trace, plan: Plan, budget_bytes: int) -> Any | None:
-    """Return the first examples of `batch`, as many as a probe fits into the budget; None if none fits."""
+    """Return the part of `batch` with as many examples as a probe can run on within the budget; None if it is none."""
     fixed, each = _costs(trace, plan, batch)
     num = int((budget_bytes - fixed) // each) if each else 1 << 62
     return first_examples(batch, num) if num > 0 else None
@@ -326,7 +348,7 @@ def first_examples(batch: Any, num: int) -> Any:
 
 
 def _costs(trace: Trace, plan: Plan, batch: Any) -> tuple[float, float]:
-    """Return (fixed bytes, bytes per example), from which the peak of a probe is predicted."""
+    """Return (fixed bytes, bytes per example of `batch`); from them the peak memory of a probe is predicted."""
     baseline, current = footprint(trace), footprint(trace, plan)
     held = sum(nbytes for role, nbytes in current.by_role.items() if role not in WITHIN_STEP) + current.workspace_bytes
     share = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)) / max(
@@ -337,5 +359,5 @@ def _costs(trace: Trace, plan: Plan, batch: Any) -> tuple[float, float]:
 
 
 def count_examples(batch: Any) -> int:
-    """Return the number of examples in `batch`: the length of its first tensor; 1 without tensors."""
+    """Return the number of examples in `batch`: the length of its first tensor, or 1 if there is no tensor."""
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() and len(leaf)), 1)

@@ -71,11 +71,11 @@ def explain_shortage(
     available_bytes: int | None = None,
     learning_rate: float | None = None,
 ) -> str:
-    """Return a text on which role takes the most memory at the peak of `plan`, and on the next smaller plan.
+    """Return a text that says what takes the most memory at the peak of `plan`, and which plan to try next.
 
-    `candidates` are predicted peaks in bytes of plans by name, by default those of the presets. `available_bytes` is the memory of the
-    device, if known, into which the next plan must fit. At a small `learning_rate`, if known, presets store weights with a residue (extra
-    bits).
+    `candidates` maps names of plans to their predicted peaks in bytes, by default those of the presets; the next plan is the largest of
+    clearly smaller peak. `available_bytes` is the memory of the device, if known, into which it must fit. At a small `learning_rate`, if
+    known, presets store weights with a residue (extra bits).
     """
     foot = footprint(trace, plan)
     limit = min(int(CLEARLY * foot.peak_bytes), available_bytes or foot.peak_bytes)
@@ -118,7 +118,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def add_explanation(error: BaseException, trace: Trace | None, plan: Plan, *, learning_rate: float | None = None) -> None:
-    """Add an explanation to the traceback of `error` if memory ran out in the step of `trace` and `plan`."""
+    """Add to the traceback of `error` what made up the peak of the step, if the error says that memory ran out.
+
+    `trace` and `plan` are those of the step; if `trace` is None, only advice about the allocator is added.
+    """
     if not is_out_of_memory(error):
         return
     if trace is not None:
@@ -145,10 +148,10 @@ def allocator_advice(message: str) -> str:
 
 
 class LastCall:
-    """Records the shapes of a model's last call with gradients, to trace the step if it runs out of memory.
+    """Remembers the shapes of a model's last call with gradients, so that the step can be explained if memory runs out.
 
-    `traced_as` are arguments of `trace_step`; device and autocast are those of the call unless it names them. `learning_rate` is that of
-    the training, if known.
+    `traced_as` are arguments of `trace_step`; device and autocast are those of the call unless given there. `learning_rate` is that of the
+    training, if known.
     """
 
     def __init__(self, model: nn.Module, **traced_as: Any) -> None:
@@ -180,7 +183,6 @@ class LastCall:
         self._handle.remove()
 
     def _batch(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any]:
-        """Return the arguments of a call as the batch of `trace_step`, with None for the target of a loss."""
         if named:
             return (dict(inspect.signature(self._model.forward).bind(*args, **named).arguments) if args else named,)
         return ((*args, None) if "loss" in self.traced_as else args,)
@@ -218,7 +220,10 @@ def explain_oom(model: nn.Module, *, optimizer: Any = None, learning_rate: float
 
 
 class LossOf:
-    """A loss function that returns the model's own loss, or if there is none the sum of its outputs' means."""
+    """A loss function for `trace_step` that needs no target: it returns the loss that the model returned.
+
+    If the model returned none, it is the sum of the means of all outputs, which only serves to run backward.
+    """
 
     is_missing = False  # whether a model returned none
 

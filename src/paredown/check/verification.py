@@ -69,7 +69,10 @@ Fails = Callable[[Sequence[str]], bool]
 
 @dataclass(frozen=True)
 class Compared:
-    """A row of `verify` for one parameter: gradient errors with exact slots and under the plan, and a verdict."""
+    """A row of the result of `verify`: the gradient errors of one parameter, and a verdict.
+
+    `exact_error` is the error if all saved tensors are stored in float32, `error` that under the plan.
+    """
 
     name: str
     exact_error: float
@@ -78,17 +81,17 @@ class Compared:
 
     @staticmethod
     def of(name: str, exact_error: float, error: float, exact_tolerance: float, tolerance: float) -> Compared:
-        """Return the row of the parameter `name`, with the verdict that follows from errors and tolerances."""
+        """Return the row of the parameter `name`; the verdict says which error exceeds its tolerance, if any."""
         verdict = WRONG if exact_error > exact_tolerance else OFF if error > tolerance else OK
         return Compared(name, min(exact_error, LARGEST), min(error, LARGEST), verdict)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A slot (saved tensor) whose storage makes gradients wrong, and the parameter with the largest error.
+    """A saved tensor (slot) whose storage makes gradients wrong, and the parameter with the largest error.
 
-    `error` is that error with all slots of the failing set stored, `alone` the error with only this slot stored. `under` is "exact plan" or
-    "plan".
+    `error` is the parameter's error with all tensors of a failing set stored, `alone` with only this one stored. `under` is the plan that
+    fails: "exact plan" (all formats replaced by fp32) or "plan".
     """
 
     slot: str
@@ -105,9 +108,10 @@ class Fault:
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """The result of `verify`: relative errors of gradients under a plan, against the unmodified model.
+    """The result of `verify`: the relative error of each gradient under a plan, and the saved tensors at fault.
 
-    `reason` explains `tolerance`. `exact_tolerance` is 0 if two runs of the unmodified step give the same bits.
+    `reason` explains `tolerance`, the largest allowed error. `exact_tolerance` is that of the plan with all formats replaced by fp32; it is
+    0 if two runs of the unmodified step give the same bits and no module runs over pieces of the sequence.
     """
 
     model: str
@@ -125,7 +129,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """Return the verdict: "same bits", within or outside the format's bound, or too coarse."""
+        """Return one of the four verdicts: "same bits", within or outside the format's bound, or too coarse."""
         if not self.ok:
             return OUTSIDE_BOUND
         if not any(row.error or row.exact_error for row in self.rows):
@@ -133,7 +137,7 @@ class Verification:
         return TOO_COARSE if self.tolerance >= USELESS_TOLERANCE else WITHIN_BOUND
 
     def check(self) -> Verification:
-        """Return this verification if it is ok (with a warning if too coarse); raise VerificationError if not."""
+        """Return this verification if it is ok, with a warning if it is too coarse; raise VerificationError if not."""
         if not self.ok:
             raise VerificationError(
                 f"gradients under the plan are not those of the unmodified model. Leave the slots at fault unmodified "
@@ -154,7 +158,7 @@ class Verification:
 
     @property
     def meaning(self) -> str:
-        """Return sentences that explain the tolerance and the errors, with a warning if the formats are too coarse."""
+        """Return sentences for the user on the tolerance and the errors, with a warning if formats are too coarse."""
         gradients = [row.error for row in self.rows if not row.name.startswith("weight=")]  # those are values of packed weights
         measured = max(gradients, default=0.0)
         text = f"{_say_allowed(self.tolerance)}: {self.reason}"
@@ -241,9 +245,9 @@ def expected_error(format: Format, rounding: Rounding) -> float:
 
 
 class FaultSearch:
-    """A search for the slots (saved tensors) that make gradients wrong, by at most `max_tests` runs.
+    """Finds the saved tensors (slots) that make gradients wrong, by runs with only some of them stored packed.
 
-    If the runs do not suffice, `is_spent` is true and the sets that are found may not be minimal.
+    At most `max_tests` runs are made. If they do not suffice, `is_spent` is true and the sets that are found may not be minimal.
     """
 
     def __init__(self, max_tests: int) -> None:
@@ -251,9 +255,9 @@ class FaultSearch:
         self.is_spent = False
 
     def minimal_groups(self, slots: Sequence[str], fails: Fails) -> tuple[list[list[str]], bool]:
-        """Return minimal groups of slots that make the test fail, and whether it fails without any.
+        """Return minimal groups of saved tensors that make the test fail, and whether it fails with none stored.
 
-        `fails(names)` runs the test: it stores only the slots `names`, and returns whether gradients are wrong.
+        `fails(names)` is the test: it must run the step with only the tensors `names` stored, and return whether gradients are wrong.
         """
         groups, rest = list[list[str]](), list(slots)
         if self._fails(fails, ()):
@@ -265,7 +269,10 @@ class FaultSearch:
         return groups, False
 
     def _minimal(self, fails: Fails, kept: list[str], candidates: list[str], *, is_known: bool) -> list[str]:
-        """Return a minimal part of `candidates` that makes the test fail if stored together with `kept`."""
+        """Return a minimal part of `candidates` that makes the test fail if it is stored together with `kept`.
+
+        With `is_known`, `kept` alone is known to pass the test. Without any name in the part, the test would pass.
+        """
         if not is_known and self._fails(fails, kept):
             return []
         if len(candidates) == 1 or self.is_spent:

@@ -20,7 +20,7 @@ log = logging.getLogger("paredown")
 
 
 def codec_for(x: Tensor, encoding: Encoding | None, job: str) -> ModuleType:
-    """Return the module, `codec.kernels` or `codec.cpu`, that does `job` for the tensor `x` in this encoding.
+    """Return the module that does `job` for the tensor `x`: `codec.kernels` if a Triton kernel can, otherwise `codec.cpu`.
 
     `job`: "encode", "decode", "round_trip" or "largest_finite". Both modules have a function for each, such as `encode_rows`.
     """

@@ -41,7 +41,7 @@ LOOPS = "paredown.codec.loops"
 
 
 def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None = None) -> PackedParts:
-    """Return the same codes and scales as `reference.encode_rows` does for `x`, (rows, cols).
+    """Return the codes and scales of `x`, (rows, cols), by compiled loops or `reference.encode_rows`, with the same result.
 
     `given`: scales to use, None to choose them. `bits`: int32 random bits, one for each value, in place of those from the seed.
     """
@@ -61,7 +61,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: 
 
 
 def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
-    """Write the values that `reference.decode_rows` returns into contiguous `out`, (rows, cols), and return `out`."""
+    """Write the values decoded from `parts` (codes, scales, minimums) into contiguous `out`, (rows, cols), and return `out`."""
     loops = find_loops(out)
     if loops is not None:
         numbers, tables = numbers_of(encoding.format, encoding.rounding, encoding.overflow, COVER)
@@ -74,12 +74,12 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
 
 
 def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that writes the values of `parts` into its argument, contiguous, of rows * cols values."""
+    """Return a function that decodes `parts` (codes, scales, minimums) into its argument, contiguous, of rows * cols values."""
     return lambda out: decode_rows(parts, encoding, out.view(rows, cols))
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
-    """Write the values that `reference.round_trip_rows` returns into `out`, and return `out`.
+    """Write `x`, (rows, cols), rounded to values of the encoding's format into `out`, and return `out`.
 
     `given`: scales to use, None to choose them.
     """
@@ -108,7 +108,7 @@ def largest_finite(x: Tensor) -> Tensor:
 
 
 def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Tensor:
-    """Return the random bits of `reference.random_bits` as int32, (count,)."""
+    """Return the random bits of `count` elements from index `start` on as int32, (count,), equal to the reference's."""
     out = torch.empty(count, dtype=torch.int32, device=device)
     loops = find_loops(out)
     if loops is None:
@@ -118,7 +118,10 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
 
 
 def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> bool:
-    """Write one bit per value of flat `x` into `out`, 1 where low < x < high; without numba only return False."""
+    """Write one bit per value of flat `x` into `out`, 1 where low < x < high, and return True.
+
+    Without numba nothing is written and the result is False; then the caller must do it otherwise.
+    """
     loops = find_loops(x)
     if loops is None or x.dtype not in MASKED:
         return False
@@ -128,9 +131,9 @@ def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> bool:
 
 
 def select(bits: Tensor, inside: Tensor, outside: Tensor, out: Tensor) -> bool:
-    """Write `inside` into flat `out` where the mask's bit is 1 and `outside` elsewhere; without numba return False.
+    """Write `inside` into flat `out` where the mask's bit is 1 and `outside` elsewhere, and return True.
 
-    `bits` has eight values in each byte. With numba the result is True.
+    `bits` has eight values in each byte. Without numba nothing is written and the result is False.
     """
     loops = find_loops(out)
     if loops is None:
@@ -153,7 +156,10 @@ NO_FLOATS, NO_WORDS, NO_BYTES = (np.empty(0, dtype) for dtype in (np.float32, np
 
 
 def find_loops(x: Tensor) -> ModuleType | None:
-    """Return the module `codec.loops`, which numba compiles; None without numba, or if its import would not pay off."""
+    """Return the module `codec.loops`, whose functions numba compiles, to encode or decode `x`; None if it cannot be used.
+
+    That is: on a GPU, without numba, or as long as importing it takes longer than plain torch takes for the values so far.
+    """
     numel = x.numel()
     if x.device.type != "cpu" or numel == 0 or not has_numba():
         return None
@@ -165,7 +171,7 @@ def find_loops(x: Tensor) -> ModuleType | None:
 
 
 def load_loops() -> None:
-    """Import `codec.loops` if numba is installed, so that later calls take equal memory and time in any process."""
+    """Import `codec.loops` now if numba is installed, so that measurements of later calls do not include the import."""
     _patience.left = 0
     find_loops(torch.empty(1))
 
@@ -177,13 +183,13 @@ def has_numba() -> bool:
 
 
 class Patience:
-    """A count of the values that plain torch encoded: when it is large enough to repay the import, numba is used."""
+    """A count of the values that plain torch has encoded; once they would have repaid the import of numba, numba is used."""
 
     def __init__(self) -> None:
         self.left = PATIENCE
 
     def lasts(self, numel: int) -> bool:
-        """Count `numel` more values, and return whether plain torch should compute them, without an import of numba."""
+        """Count a call with `numel` values, and return whether plain torch should do it, since numba's import would not pay off."""
         self.left -= numel + CALL
         return self.left > 0
 
@@ -207,7 +213,6 @@ def _call(loops: ModuleType, x: Tensor, parts: PackedParts, seed: Seed | None = 
 
 
 def _memory(loops: ModuleType, parts: PackedParts) -> Any:
-    """Return codes, scales and minimums as numpy arrays of bytes, which the compiled loops take."""
     return loops.Parts(*map(bytes_of, (parts.codes, parts.scales, parts.minimums)))
 
 
@@ -224,15 +229,14 @@ def bytes_of(x: Tensor | None) -> Any:
 
 @lru_cache(maxsize=4096)
 def _buffer(num_bytes: int) -> Any:
-    """Return the ctypes type of an array of `num_bytes` bytes."""
     return ctypes.c_uint8 * num_bytes
 
 
 @lru_cache(maxsize=1024)
 def numbers_of(format: Format, rounding: Rounding, overflow: Overflow, rule: str) -> tuple[Any, Any]:
-    """Return an encoding (format, rounding, overflow, rule of scales) as the records that the compiled loops read.
+    """Return an encoding as the two records that compiled loops read: numbers, and tables of the values of codes.
 
-    `rule`: how scales are chosen.
+    `rule`: how scales are chosen: "cover", "ocp" or "given".
     """
     from paredown.codec import loops
 
@@ -268,7 +272,7 @@ def numbers_of(format: Format, rounding: Rounding, overflow: Overflow, rule: str
 
 
 def _scale_numbers(scale: Element | None) -> dict[str, float]:
-    """Return the numbers by which compiled loops round a scale to an 8-bit code; zeros for scales that are no codes.
+    """Return, by name, the numbers by which compiled loops round scales to 8-bit codes; zeros if scales are not stored so.
 
     code = (bits of the scale as a float64, rounded up) - offset; below the smallest normal value it is a number of fixed steps.
     """
@@ -286,16 +290,16 @@ def _scale_numbers(scale: Element | None) -> dict[str, float]:
 
 @lru_cache(maxsize=256)
 def _table(element: Element | None) -> Any:
-    """Return the values of all codes of an element; an empty array for elements wider than 8 bits."""
+    """Return an element's values, indexed by code; an empty array for elements wider than 8 bits."""
     if element is None or element.width > 8:
         return NO_FLOATS
     return np.array(element.values(), np.float32)  # no memory of torch, which the first measured step would be charged for
 
 
 def table_thresholds(element: Element, rounding: Rounding) -> Any:
-    """Return the thresholds of a table of values: the smallest float32 that rounds to each code from 1 on.
+    """Return, for each code from 1 on, the smallest float32 that rounds to it, for an element that is a table of values.
 
-    With stochastic rounding, each is the smallest float32 that always gets the code.
+    With stochastic rounding, it is the smallest float32 that always gets the code.
     """
     values, up = np.array(element.table, np.float32), np.float32(np.inf)
     below, above = values[:-1], values[1:]
@@ -312,7 +316,10 @@ def table_thresholds(element: Element, rounding: Rounding) -> Any:
 
 @lru_cache(maxsize=256)
 def _thresholds(element: Element, rounding: Rounding) -> tuple[Any, Any]:
-    """Return for the loops the thresholds of a table, and what reaching each adds to the code (1, or -1 as uint32)."""
+    """Return two arrays for the loops, in which a value's code is the sum of `signs` over the thresholds that it reaches.
+
+    A sign is 1, or 2^32 - 1, which stands for -1. Only rounding toward zero in a table without 0 needs that.
+    """
     thresholds, up = table_thresholds(element, rounding), np.float32(np.inf)
     if rounding is Rounding.STOCHASTIC:
         thresholds = thresholds[:-1]  # thresholds of the code below; the largest value has none above it
@@ -329,9 +336,9 @@ def _thresholds(element: Element, rounding: Rounding) -> tuple[Any, Any]:
 
 @contextmanager
 def one_thread(x: Tensor) -> Generator[None]:
-    """Return a context in which torch uses one thread for operations on pieces of `x`.
+    """Return a context in which torch uses one thread: operations on small pieces of `x` are faster without others.
 
-    For small tensors and on a GPU, nothing changes.
+    It changes nothing if `x` itself is small or on a GPU.
     """
     before = torch.get_num_threads() if x.numel() > FORKED_NUMEL and x.device.type == "cpu" else 1
     if before == 1:
@@ -345,12 +352,12 @@ def one_thread(x: Tensor) -> Generator[None]:
 
 
 def _pieces_of(encoding: Encoding, x: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield (row, column) slices that cover `x`, (rows, cols), in pieces of whole blocks and whole bytes."""
+    """Yield (row, column) slices that cover `x`, (rows, cols), by pieces of some thousand values and of whole blocks."""
     return pieces(*x.shape, unit=lcm(encoding.format.block or 1, 8), size=PIECE if x.device.type == "cpu" else GPU_PIECE)
 
 
 def pieces(rows: int, cols: int, *, unit: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (row, column) slices of about `size` values that cover a (rows, cols) tensor: rows, or parts of one row.
+    """Yield (row, column) slices of about `size` values each that cover a (rows, cols) tensor: some rows, or part of one.
 
     Parts of a row begin at multiples of `unit`.
 
@@ -381,7 +388,7 @@ def _piece_of(parts: PackedParts | None, encoding: Encoding, r: slice, c: slice)
 
 
 def _bits(encoding: Encoding, x: Tensor, r: slice, c: slice) -> Tensor | None:
-    """Return the random bits of the piece x[r, c]; None if the rounding needs none."""
+    """Return the random bits of the values x[r, c]; None if the encoding's rounding is not stochastic."""
     if encoding.rounding is not Rounding.STOCHASTIC:
         return None
     start = encoding.seed.first_index + r.start * x.shape[1] + c.start

@@ -74,7 +74,7 @@ _LIBRARY.define(f"{TRANSPOSED}(Tensor codes) -> Tensor")
 
 
 def quantize_rows(x: Tensor, element: str) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of a matrix: codes of its shape in `element`, and one float32 for each row, (rows, 1)."""
+    """Return (codes, scales) of a matrix: codes of its shape in `element` ("int8", "e4m3fn"), float32 scales (rows, 1)."""
     values, largest = x.float(), LARGEST[element]
     scales = values.abs().amax(-1, keepdim=True).clamp(min=MIN_MAGNITUDE) / largest
     scaled = (values / scales).clamp(-largest, largest)  # in backward of a compiled graph `x` may be a decoded tensor
@@ -84,7 +84,7 @@ def quantize_rows(x: Tensor, element: str) -> tuple[Tensor, Tensor]:
 def row_product(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return (a b^T) * scales_a * scales_b^T of codes a (rows, n) and b (columns, n), as (rows, columns) of `dtype`.
 
-    `scales_b`: None for ones.
+    `scales_b`: None if there are none to multiply by.
     """
     # made here, so that a graph has one tensor of ones for each size
     scales_b = b.new_ones((b.shape[0], 1), dtype=torch.float32) if scales_b is None else scales_b
@@ -102,12 +102,15 @@ def row_product(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor | None,
 
 
 def quantize_columns(g: Tensor, factors: Tensor, element: str) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of the columns of g * factors, transposed; `factors` has one number for each row of g."""
+    """Return (codes, scales) of the columns of g * factors, transposed; `factors` has one number for each row of g.
+
+    Codes of `element` are (columns, rows up to a multiple of 16), scales float32 (columns, 1).
+    """
     return quantize_rows(transposed_codes(g.float() * factors), element)
 
 
 def transposed_codes(codes: Tensor) -> Tensor:
-    """Return the transpose of a matrix of codes, contiguous, with zeros up to a multiple of 16 columns."""
+    """Return the transpose of a matrix of codes, contiguous, whose rows are padded with zeros to a multiple of 16 columns."""
     missing, transposed = -codes.shape[0] % MULTIPLE, codes.t()
     if missing:
         values = transposed.view(torch.int8) if codes.element_size() == 1 else transposed  # torch pads no 8-bit floats
@@ -116,7 +119,7 @@ def transposed_codes(codes: Tensor) -> Tensor:
 
 
 def _on_cuda(kernel: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs the Triton kernel named `kernel`, or `reference` if Triton is missing."""
+    """Return a function for CUDA tensors that runs the Triton kernel named `kernel`, or `reference` if Triton is missing."""
 
     def run(*args: Any) -> Any:
         kernels = backend.find_kernels()
@@ -126,7 +129,7 @@ def _on_cuda(kernel: str, reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_graph(x: Tensor, *args: Any) -> Any:
-    """Return `quantize_columns(x, *args)` in torch operations, for graphs on a CPU; NotImplemented if a kernel does it.
+    """Return `quantize_columns(x, *args)` as traced torch operations on a CPU; return NotImplemented where a kernel does it.
 
     Inductor would fuse these operations into reductions along rows, whose transposed writes took 10.6 of 83 ms of a step (one H200).
     """
@@ -171,7 +174,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 
 
 class SharedCodes:
-    """A cache of the codes of the tensor that was quantized last; layers that read the same tensor save its codes once.
+    """A cache of the codes of the last tensor that was quantized, so that layers with the same input save its codes once.
 
     The codes are kept as long as that tensor lives.
     """
@@ -182,7 +185,7 @@ class SharedCodes:
         self._codes: tuple[Tensor, Tensor] | None = None
 
     def codes(self, x: Tensor, matrix: Tensor, element: str) -> tuple[Tensor, Tensor]:
-        """Return (codes, scales) of `matrix`, a 2-D view of `x`: those of the last call if `x` is still the same."""
+        """Return (codes, scales) of `matrix`, a 2-D view of `x`: the cached ones if `x` is unchanged since the last call."""
         key = x._version, element
         if self._codes is None or self._of is None or self._of() is not x or self._key != key:
             with torch.no_grad():
@@ -197,11 +200,11 @@ class SharedCodes:
 
 
 class RowProduct(torch.autograd.Function):
-    """The autograd function for x W^T with both matrices quantized to 8-bit codes; it saves W and the codes of x."""
+    """The autograd function for x W^T, with x and W quantized to 8-bit codes; it saves W and the codes of x for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, element: str, dtype: torch.dtype, given: Any) -> Tensor:
-        """Return x W^T of the quantized x and weight, in `dtype`; `given`: (codes, scales) of x, or None."""
+        """Return x W^T, with both quantized to codes of `element`, in `dtype`; `given`: (codes, scales) of x, or None."""
         with torch.autocast(x.device.type, enabled=False):
             codes, scales = given or torch.ops.paredown.quantize_rows(x, element)
             weight_codes, weight_scales = torch.ops.paredown.quantize_rows(weight, element)
@@ -232,7 +235,7 @@ class RowProduct(torch.autograd.Function):
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, element: str, shared: SharedCodes | None = None) -> Tensor:
     """Return F.linear(x, weight, bias) computed by products of 8-bit codes, in the dtype that F.linear returns.
 
-    Both sizes of `weight` must be multiples of MULTIPLE. `shared`: a cache in which layers that read the same `x` find its codes.
+    `element`: "int8" or "e4m3fn". Both sizes of `weight` must be multiples of MULTIPLE. `shared`: a cache for layers with the same input.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.promote_types(x.dtype, weight.dtype)
@@ -245,7 +248,7 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, element: str, sha
 
 @cache
 def reason_without(element: str, device: torch.device) -> str:
-    """Return why `device` cannot multiply codes in `element`, as a sentence; "" if it can."""
+    """Return a sentence which says why `device` cannot multiply codes in `element`; "" if it can."""
     needed, (other,) = CAPABILITIES[element], [name for name in ELEMENTS if name != element]
     if device.type == "cpu":
         return ""

@@ -41,7 +41,7 @@ PIECE = 1 << 16  # values at a time: 1 MiB of scratch memory, most of it indices
 
 
 def pack_mask(x: Tensor, low: float, high: float) -> Tensor:
-    """Return one bit for each value of dense `x`, in memory order, as ceil(numel / 8) bytes: whether low < x < high."""
+    """Return one bit for each value of dense `x`, 1 where low < x < high, packed in ceil(numel / 8) bytes in memory order."""
     kernels = backend.find_kernels() if x.is_cuda else None
     if kernels is not None:
         return kernels.pack_mask(x, low, high, empty_mask(x))
@@ -67,7 +67,7 @@ def empty_mask(x: Tensor) -> Tensor:
 
 
 def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> Tensor:
-    """Write `inside` into flat, contiguous `out` where the mask's bit is 1, else `outside`, and return `out`."""
+    """Write one number for each bit of a mask into flat, contiguous `out`: `inside` for 1, `outside` for 0; return `out`."""
     kernels = backend.find_kernels() if out.is_cuda else None
     if kernels is not None:
         return kernels.unpack_mask(bits, out, inside, outside)
@@ -84,7 +84,7 @@ def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> 
 
 
 def apply_mask(grad: Tensor, bits: Tensor) -> Tensor:
-    """Return `grad` where the mask's bit is 1, else 0, as a new tensor; `bits` are in the memory order of `grad`."""
+    """Return a new tensor with `grad` where the mask's bit is 1 and 0 elsewhere; `bits` must be in its memory order."""
     kernels = backend.find_kernels() if grad.is_cuda else None
     if kernels is not None:
         return kernels.apply_mask(grad, bits, kernels.empty_strided(grad.size(), grad.stride(), grad.dtype, grad))
@@ -97,7 +97,7 @@ def apply_mask(grad: Tensor, bits: Tensor) -> Tensor:
 
 
 class ReluOutput(Tensor):
-    """A tensor subclass for the output of a ReLU of which only the mask is stored.
+    """A tensor subclass for the output of a ReLU of which only the mask is stored, one bit per value.
 
     In bf16, torch's backward of a ReLU would read 2 bytes of an unpacked mask for each value, which unpacking has to write; the bits
     take an eighth of a byte.
@@ -157,7 +157,7 @@ class Norm:
 
     @property
     def shape(self) -> tuple[int, int, bool, bool, bool]:
-        """Constants for kernels: channels, values per channel, and if the norm is by row, has a weight, has a bias."""
+        """What kernels must know of the norm: channels, values per channel, if it is by row, if it has a weight, and a bias."""
         return self.channels, self.inner, self.by_row, self.weight is not None, self.bias is not None
 
     def _versions(self) -> tuple[int, int]:
@@ -175,7 +175,7 @@ class Norm:
 
 @dataclass(eq=False, slots=True)
 class DecodeSteps:
-    """The operations to apply to decoded values: a norm, then an activation function (for ReLU its mask `bits`).
+    """The operations to apply to decoded values: a norm, then an activation function, for ReLU by its mask `bits`.
 
     `activation` is the name of the function: "" (none), "gelu", "gelu_tanh", "silu" or "relu".
     """
@@ -186,7 +186,10 @@ class DecodeSteps:
 
 
 def recompute(packed: PackedTensor | Tensor, steps: DecodeSteps, dtype: torch.dtype, layout: Layout | None = None) -> Tensor:
-    """Return the output of `steps` (a norm, an activation function) on a flat tensor, in `dtype` and `layout`."""
+    """Return the output of `steps` (a norm, an activation function) on a flat packed or ordinary tensor, in `dtype`.
+
+    `layout`: the sizes and strides of the result.
+    """
     if steps.norm is not None:
         steps.norm.check()
     size, stride = layout if layout is not None else ((packed.shape.numel(),), (1,))
@@ -202,7 +205,7 @@ def recompute(packed: PackedTensor | Tensor, steps: DecodeSteps, dtype: torch.dt
 
 
 def _norm_(x: Tensor, norm: Norm) -> None:
-    """Normalize `x` in place, since a copy of an activation would add to the peak memory of a step."""
+    """Normalize `x` in place, because a second tensor of its size would add to the peak memory of a step."""
     rows = x.view(-1, norm.channels, norm.inner)
     shape = (-1, 1, 1) if norm.by_row else (1, -1, 1)
     rows.sub_(norm.mean.view(shape)).mul_(norm.rstd.view(shape))

@@ -48,7 +48,7 @@ from paredown.formats.rounding import HIGH_INDEX, INDEX_STEP, MULTIPLIER_1, MULT
 
 
 def pack_bits(codes: Tensor, width: int) -> Tensor:
-    """Return int64 codes (rows, cols) packed as uint8 (rows, row_bytes)."""
+    """Return codes of `width` bits, int64 (rows, cols), packed into bytes without gaps: uint8 (rows, row_bytes)."""
     if 8 % width == 0:
         per_byte = 8 // width
         codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_byte))
@@ -63,7 +63,7 @@ def pack_bits(codes: Tensor, width: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, width: int, cols: int) -> Tensor:
-    """Return packed codes, uint8 (rows, row_bytes), as int64 codes (rows, cols)."""
+    """Return the int64 codes (rows, cols) of `width` bits that `pack_bits` has packed into uint8 (rows, row_bytes)."""
     if width == 8:
         return packed.long()
     if 8 % width == 0:
@@ -86,7 +86,7 @@ COVER = "cover"
 
 @dataclass(frozen=True)
 class PackedParts:
-    """What a packed tensor stores: codes (rows, row_bytes) uint8, scales and minimums (rows, blocks), tensor_scale ().
+    """The tensors of a packed tensor: codes (rows, row_bytes) uint8, scales and minimums (rows, blocks), tensor_scale ().
 
     Scales in fp32 and bf16 are tensors of that dtype, those in e8m0 and 8-bit floats are uint8 codes.
     """
@@ -105,11 +105,11 @@ class PackedParts:
         return [t for t in self.all() if t is not None]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> PackedParts:
-        """Return codes, scales and minimums with `function` applied to each tensor."""
+        """Return the results of `function` on codes, scales and minimums, as another `PackedParts`."""
         return PackedParts(*(t if t is None else function(t) for t in self.all()))
 
     def copy_(self, other: PackedParts) -> None:
-        """Copy the codes, scales and minimums of `other` into these, except for tensors that one of the two lacks."""
+        """Copy the codes, scales and minimums of `other` into these tensors in place, skipping those that one of them lacks."""
         for mine, new in zip(self.all(), other.all(), strict=True):
             if mine is not None and new is not None:
                 mine.copy_(new)
@@ -117,7 +117,7 @@ class PackedParts:
 
 @dataclass(frozen=True)
 class Encoding:
-    """The arguments of encoding a tensor: format, rounding, overflow, seed, and the rule by which scales are chosen."""
+    """How to encode a tensor: format, rounding, overflow, seed of random bits, and the rule by which scales are chosen."""
 
     format: Format
     rounding: Rounding
@@ -153,9 +153,9 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
 
 
 def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes (int64) of float32 `y`, and a mask of the values that have no code: too large, or NaN.
+    """Return the codes (int64) to which float32 `y` rounds, and a mask of values that have no code: too large, or NaN.
 
-    Under NONFINITE a value past the largest gets the code of inf or NaN where the element has one, and the nearest value otherwise.
+    `bits`: random bits for stochastic rounding. Under NONFINITE a value past the largest gets the code of inf or NaN if there is one.
     """
     codes, past = (
         table_codes(y, element, rounding, bits) if element.kind is ElementKind.TABLE else grid_codes(y, element, rounding, bits)
@@ -183,7 +183,10 @@ def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | N
 
 
 def rounded_magnitude(a: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> Tensor:
-    """Return the int64 codes to which magnitudes `a` >= 0 round; they may exceed the element's largest code."""
+    """Return the codes (int64) to which magnitudes `a` >= 0 round in a float or integer element that had no largest value.
+
+    So a code may be above the largest one. `bits`: random bits for stochastic rounding.
+    """
     mantissa_bits, min_exponent = element.mantissa_bits, element.min_exponent
     a = a.double()
     exponent = torch.where(a > 0, torch.frexp(a).exponent.long() - 1, min_exponent).clamp(min=min_exponent)
@@ -211,7 +214,7 @@ def _rounds_up(fraction: Tensor, code: Tensor, rounding: Rounding, bits: Tensor 
 def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the codes to which `y` rounds in an element that is a table of values, and a mask of values out of range.
 
-    A tie between values of e8m0 becomes the larger one, as in ml_dtypes.
+    `bits`: random bits for stochastic rounding. A tie between values of e8m0 becomes the larger one, as in ml_dtypes.
     """
     values = torch.tensor(element.table, dtype=torch.float32, device=y.device)
     lowest, highest = table_limits(element, rounding)
@@ -233,10 +236,9 @@ def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | 
 
 
 def table_limits(element: Element, rounding: Rounding) -> tuple[float, float]:
-    """Return the smallest and the largest float32 that a table can represent after rounding.
+    """Return the smallest and the largest float32 that round to a value of a table, instead of overflowing.
 
-    These are the table's first and last value. But in e8m0 every number above 0 rounds to a value, up to where 2^128 is
-    nearer.
+    These are the table's first and last value; in e8m0 they are the smallest number above 0, and where 2^128 begins to be nearer.
     """
     if element.name != "e8m0":
         return element.table[0], element.table[-1]
@@ -245,7 +247,7 @@ def table_limits(element: Element, rounding: Rounding) -> tuple[float, float]:
 
 
 def values_of(codes: Tensor, element: Element) -> Tensor:
-    """Return the float32 values of int64 `codes`."""
+    """Return the float32 value that each of the int64 `codes` of an element stands for."""
     if element.width <= 16:
         return torch.tensor(element.values(), dtype=torch.float32, device=codes.device)[codes]
     magnitude = codes & (element.sign_code - 1)  # only floats are wider than 16 bits
@@ -267,7 +269,6 @@ def _sign_codes(y: Tensor, element: Element) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent as float64, exactly."""
     return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
@@ -275,12 +276,12 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
-    """Return `x`, (rows, cols), as (rows, blocks, block) with a short last block filled up by `fill`."""
+    """Return `x`, (rows, cols), as (rows, blocks, block), where a short last block is filled up with the number `fill`."""
     return torch.nn.functional.pad(x, (0, -x.shape[1] % block), value=fill).unflatten(1, (-1, block))
 
 
 def choose_scales(x: Tensor, encoding: Encoding, tensor_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the scales and minimums to store for float32 `x` (rows, cols), NaN where a block holds NaN or inf."""
+    """Return the scale and minimum of each block of float32 `x` (rows, cols), as stored; NaN for a block with NaN or inf."""
     format = encoding.format
     assert format.block and format.scale, "scales belong to blocks"
     low, high = in_blocks(x, format.block, torch.inf).amin(2), in_blocks(x, format.block, -torch.inf).amax(2)
@@ -299,7 +300,7 @@ def choose_scales(x: Tensor, encoding: Encoding, tensor_scale: Tensor | None) ->
 
 
 def tensor_scale_of(largest: Tensor, format: Format) -> Tensor:
-    """Return the scale of the whole tensor, by which block scales in 8-bit floats are multiplied.
+    """Return the float32 scale of a whole tensor, by which the 8-bit float scales of its blocks are multiplied.
 
     `largest` is the tensor's largest finite magnitude. The scale is at least 2^-126 / the smallest block scale (2^-117 for e4m3fn),
     so that the product of both has a finite inverse. With a minimum, which bf16 rounds down, the range of a block is at most
@@ -314,7 +315,7 @@ def tensor_scale_of(largest: Tensor, format: Format) -> Tensor:
 
 
 def store_scale(scale: Tensor, element: Element) -> Tensor:
-    """Return scales rounded up to values of `element`, in the dtype in which they are stored.
+    """Return scales rounded up to values of `element`, as tensors of the dtype in which they are stored, uint8 for codes.
 
     NaN stays NaN. Past the largest value, 8-bit floats saturate, since scales relative to the tensor scale exceed it by rounding error
     alone; bf16 and e8m0 become inf or NaN.
@@ -330,7 +331,7 @@ def store_scale(scale: Tensor, element: Element) -> Tensor:
 
 
 def rounded_down(x: Tensor, element: Element) -> Tensor:
-    """Return the largest value of fp32 or bf16 that is at most `x`. NaN stays NaN."""
+    """Return the largest value of `element`, fp32 or bf16, that is at most `x`; NaN stays NaN."""
     if element.name == "fp32":
         return x
     truncated = (x.contiguous().view(torch.int32) & -65536).view(torch.float32)
@@ -341,7 +342,7 @@ def rounded_down(x: Tensor, element: Element) -> Tensor:
 def ocp_scale(largest: Tensor, element: Element) -> Tensor:
     """Return the scale of the OCP MX standard, 2^(floor(log2 largest) - floor(log2 max_value)), within e8m0's range.
 
-    Blocks of zeros get the smallest value of e8m0.
+    `largest`: each block's largest magnitude; max_value is the element's. Blocks of zeros get the smallest value of e8m0.
     """
     exponent = torch.frexp(largest.double()).exponent - torch.frexp(torch.tensor(element.max_value)).exponent
     exponent = torch.where(largest > 0, exponent, -127).clamp(-127, 127)
@@ -349,7 +350,7 @@ def ocp_scale(largest: Tensor, element: Element) -> Tensor:
 
 
 def scale_values(parts: PackedParts, format: Format) -> Tensor:
-    """Return the float32 scales of all blocks, (rows, blocks)."""
+    """Return the float32 scales of all blocks, (rows, blocks), from the stored scales in `parts`."""
     assert parts.scales is not None and format.scale is not None
     scales = values_of(parts.scales.long(), format.scale) if parts.scales.dtype is torch.uint8 else parts.scales.float()
     return scales if parts.tensor_scale is None else scales * parts.tensor_scale
@@ -390,7 +391,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: 
 
 
 def scaled(x: Tensor, parts: PackedParts, encoding: Encoding) -> Tensor:
-    """Return (x - minimum) / scale in float32, (rows, cols).
+    """Return (x - minimum) / scale in float32, (rows, cols), with the scales and minimums in `parts`.
 
     The result is 0 where a chosen scale is 0, since all values of the block are then 0 or nearly so.
     """
@@ -418,9 +419,9 @@ def decode_rows(parts: PackedParts, format: Format, cols: int, dtype: torch.dtyp
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None) -> Tensor:
-    """Return the values that encoding and decoding make of `x`, (rows, cols).
+    """Return `x`, (rows, cols), rounded to values of the encoding's format, as encoding and decoding would do.
 
-    If there is no block, values without a code become NaN or infinite.
+    `given` and `bits` are those of `encode_rows`. Without blocks, values that have no code become NaN or infinite.
     """
     format = encoding.format
     if format.block:

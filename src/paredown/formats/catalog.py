@@ -47,7 +47,7 @@ from paredown.formats.format import Format
 
 @dataclass(frozen=True)
 class CatalogRow:
-    """A row of the catalog: the name of a format, its text, and a note on what the format is used for."""
+    """A row of the catalog of formats: a name, the format's text, and a note that says what it is used for."""
 
     name: str
     text: str
@@ -175,7 +175,7 @@ def reason_not_to_store(format: Format, role: str) -> str | None:
 
 
 def _scaled(format: Format, role: str) -> str:
-    """Return the text of a format like `format`, but with a scale, that can store tensors of `role`."""
+    """Return the text of a format like `format` that can store tensors of `role` because it has a scale, to suggest it."""
     element = format.element
     if element.kind is ElementKind.UINT and role not in NEVER_SIGNED:
         return f"int{min(max(element.width, 2), 8)}/{format.block or 64}@{format.scale or 'bf16'}"

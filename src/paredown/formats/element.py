@@ -59,7 +59,7 @@ MAX_TABLE_LEN = 256
 
 
 class ElementKind(str, Enum):
-    """The layout of the bits of a code: a float, an integer, or an index into a table of values."""
+    """The kinds of elements, by what a code consists of: bits of a float, an integer, or an index into a table of values."""
 
     FLOAT = "float"  # sign bit, exponent, mantissa
     INT = "int"  # two's complement
@@ -68,7 +68,7 @@ class ElementKind(str, Enum):
 
 
 class Specials(str, Enum):
-    """The convention by which some codes of a float stand for infinity or NaN; the value is the suffix in a name."""
+    """The conventions by which some codes of a float stand for infinity or NaN; a value is the suffix in elements' names."""
 
     IEEE = ""
     FN = "fn"
@@ -80,7 +80,7 @@ class Specials(str, Enum):
 class Element:
     """A type of number, such as `e4m3fn` or `int4`: it defines which value each code (pattern of bits) stands for.
 
-    `Element.parse` creates an element; elements with the same values are equal, whatever their names.
+    `Element.parse` creates an element. Elements that define the same values are equal, whatever their names are.
     """
 
     name: str = field(compare=False)
@@ -112,7 +112,7 @@ class Element:
 
     @cached_property
     def _hash(self) -> int:
-        """The hash of the element, computed once because formats are dictionary keys for every tensor of a step."""
+        """The element's hash, computed once, because formats are dictionary keys for every tensor of a step."""
         return hash((self.kind, self.width, self.mantissa_bits, self.min_exponent, self.specials, self.subnormals, self.table))
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ class Element:
 
     @property
     def sign_code(self) -> int:
-        """The code in which only the sign bit of a float is set; 0 for kinds of elements that have no sign bit."""
+        """The code of a float in which only the sign bit is set; 0 for elements without a sign bit."""
         return 1 << (self.width - 1) if self.kind is ElementKind.FLOAT else 0
 
     @cached_property
@@ -145,7 +145,7 @@ class Element:
 
     @cached_property
     def min_code(self) -> int:
-        """The code, without sign, of the most negative value: max_code for floats and intN, 1 for int1, 0 for uintN."""
+        """The code of the magnitude of the most negative value: max_code for floats and intN, 1 for int1, 0 for uintN."""
         return 0 if self.kind is ElementKind.UINT else max(self.max_code, 1)
 
     @cached_property
@@ -155,7 +155,7 @@ class Element:
 
     @cached_property
     def nan_code(self) -> int | None:
-        """The code that encoding writes for NaN; None if the element has no NaN."""
+        """The code to which encoding turns NaN; None if the element has no NaN."""
         if self.kind is ElementKind.TABLE and len(self.table) < 1 << self.width:
             return len(self.table)
         if self._is(Specials.IEEE):

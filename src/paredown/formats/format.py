@@ -117,7 +117,7 @@ class Format:
 
     @property
     def bits_per_value(self) -> float:
-        """The bits that this format stores per value of a large tensor, scales included.
+        """The bits that this format takes for each value of a large tensor, scales included.
 
         >>> Format.parse("int4/64@bf16").bits_per_value
         4.25
@@ -127,7 +127,7 @@ class Format:
 
     @staticmethod
     def rows_and_cols(shape: Iterable[int]) -> tuple[int, int]:
-        """Return (rows, cols): in how many rows this format stores a tensor of `shape`, and the values in a row."""
+        """Return the (rows, cols) layout in which formats store a tensor of `shape`: a row is one index of dimension 0."""
         shape = tuple(shape)
         if any(not hasattr(n, "__index__") or n < 0 for n in shape):
             raise FormatError(f"a shape is whole numbers from 0 up, not {shape}.")

@@ -30,7 +30,7 @@ SHOWN = 6  # names of layers that an error lists
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer and an adapter of low rank, whose outputs are added."""
+    """A frozen linear layer with a LoRA adapter: it returns base(x) + B(A(x)) * scale."""
 
     def __init__(self, base: nn.Module, rank: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class LoraLinear(nn.Module):
 
 
 class LoraParameter(nn.Module):
-    """A frozen module that computes with W + B A * scale in place of W, the parameter with the name `name`."""
+    """A frozen module that computes with W + B A * scale in place of W, its parameter of name `name`."""
 
     def __init__(self, base: nn.Module, name: str, rank: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class LoraParameter(nn.Module):
 
 
 def _adapter(weight: Tensor, inputs: int, rank: int, outputs: int) -> tuple[nn.Linear, nn.Linear]:
-    """Return the layers A and B of an adapter; B is zero, so that the model first computes what the base does."""
+    """Return the layers A and B of an adapter for `weight`; B is zero, so that the adapted model first computes the same."""
     where: Any = {"device": weight.device, "dtype": weight.dtype}
     a, b = nn.Linear(inputs, rank, bias=False, **where), nn.Linear(rank, outputs, bias=False, **where)
     nn.init.zeros_(b.weight)
@@ -81,14 +81,14 @@ def _adapter(weight: Tensor, inputs: int, rank: int, outputs: int) -> tuple[nn.L
 
 
 def _owner(module: nn.Module) -> Any:
-    """Return the module that owns the adapted parameter: `module` itself, or what the adapters around it wrap."""
+    """Return the module that has the adapted parameter: `module` itself, or the module inside of its adapters."""
     while isinstance(module, LoraParameter):
         module = module.base_layer
     return module
 
 
 def add_lora(model: nn.Module, rank: int, targets: Sequence[str] = ()) -> list[str]:
-    """Freeze `model`, add adapters to its linear layers, experts and routers, and return the paths of all that got one.
+    """Freeze `model`, add adapters to its linear layers, experts and routers; return the paths of those that got one.
 
     `targets`: patterns of paths, or last parts of paths as in PEFT (q_proj, to_out.0). Without targets, all but the head get one.
     """
@@ -111,7 +111,7 @@ def add_lora(model: nn.Module, rank: int, targets: Sequence[str] = ()) -> list[s
 
 
 def _parameters(model: nn.Module) -> dict[str, str]:
-    """Return the paths and names of parameters that get adapters: weights of experts, and of the routers beside them.
+    """Return path and name of each parameter that gets an adapter: weights of experts, and of the routers beside them.
 
     Experts of (experts, inputs, outputs), which transformers marks as transposed, have no adapters: PEFT leaves them alone, too.
     """
@@ -132,7 +132,7 @@ def _is_target(path: str, targets: Sequence[str]) -> bool:
 
 
 def _without_head(model: nn.Module, paths: list[str]) -> list[str]:
-    """Return `paths` without the output head: what a Hugging Face model names, or the last outside of ModuleLists."""
+    """Return `paths` without that of the output head, which a Hugging Face model names; else the last outside ModuleLists."""
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = find()
     outside = [path for path in paths if not any(part.isdigit() for part in path.split("."))]

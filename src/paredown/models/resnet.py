@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 
 def conv3x3(num_in: int, num_out: int, stride: int = 1) -> nn.Conv2d:
-    """Return a 3 x 3 convolution that keeps height and width if `stride` is 1."""
+    """Return a 3 x 3 convolution, padded so that `stride` alone changes height and width."""
     return nn.Conv2d(num_in, num_out, 3, stride, padding=1, bias=False)
 
 
@@ -81,7 +81,7 @@ class Bottleneck(nn.Module):
 
 @final
 class ResNet(nn.Module):
-    """A ResNet with four groups of residual layers; the last three halve height and width and double channels."""
+    """A ResNet of four groups of residual layers; the last three groups halve height and width and double the channels."""
 
     def __init__(
         self, layer: type[Basic | Bottleneck], depths: Sequence[int], *, num_classes: int, width: int, small_input: bool
@@ -112,7 +112,7 @@ class ResNet(nn.Module):
 
 
 def _group(layer: type[Basic | Bottleneck], num_in: int, planes: int, depth: int, *, stride: int) -> nn.Sequential:
-    """Return `depth` residual layers; the first one has the stride, the others stride 1."""
+    """Return `depth` residual layers one after the other, of which the first has the `stride`, the others stride 1."""
     rest = (layer(planes * layer.expansion, planes, 1) for _ in range(depth - 1))
     return nn.Sequential(layer(num_in, planes, stride), *rest)
 

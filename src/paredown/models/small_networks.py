@@ -42,7 +42,7 @@ from paredown.models.resnet import conv1x1, conv3x3, shortcut
 
 @final
 class MLP(nn.Module):
-    """A network of linear layers with ReLU between them; `sizes`: of the input, the hidden layers and the output.
+    """A network of linear layers with ReLU between them; `sizes` are those of input, hidden layers and output, in order.
 
     >>> [tuple(p.shape) for p in MLP(sizes=(4, 8, 2)).parameters()]
     [(8, 4), (8,), (2, 8), (2,)]
@@ -54,7 +54,7 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*[module for pair in pairs for module in pair][:-1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (num, sizes[-1]) of inputs (num, ...) that flatten to sizes[0] values each."""
+        """Return logits (num, sizes[-1]) of `x`, (num, ...), whose other dimensions are flattened to sizes[0] values."""
         return self.layers(x.flatten(1))
 
 
@@ -188,7 +188,7 @@ def conv_norm(num_in: int, num_out: int, size: int, *rest: nn.Module) -> nn.Sequ
 
 @final
 class Fire(nn.Module):
-    """A SqueezeNet layer: a 1 x 1 convolution to few channels, then a 1 x 1 and a 3 x 3 one with joined outputs."""
+    """A SqueezeNet layer: a 1 x 1 convolution to few channels, then a 1 x 1 and a 3 x 3 one, whose outputs are concatenated."""
 
     def __init__(self, num_in: int, num_out: int, squeezed: int) -> None:
         super().__init__()
@@ -232,12 +232,12 @@ DEPTHS = (4, 8, 4)
 
 
 def depthwise(channels: int, stride: int) -> nn.Conv2d:
-    """Return a 3 x 3 depthwise convolution."""
+    """Return a 3 x 3 depthwise convolution, one filter per channel; it keeps height and width if `stride` is 1."""
     return nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=False)
 
 
 def interleaved(x: Tensor) -> Tensor:
-    """Return x with channels of its first and second half in turn: 0, n/2, 1, n/2 + 1, and so on.
+    """Return `x` with the channels of its two halves in turn: 0, n/2, 1, n/2 + 1, and so on, of n channels.
 
     >>> interleaved(torch.arange(4.0).view(1, 4, 1, 1)).flatten().tolist()
     [0.0, 2.0, 1.0, 3.0]
@@ -247,7 +247,7 @@ def interleaved(x: Tensor) -> Tensor:
 
 
 def conv_branch(num_in: int, num_out: int, stride: int) -> nn.Sequential:
-    """Return a sequence of a 1 x 1, a depthwise and a 1 x 1 convolution, with norms and ReLUs."""
+    """Return a 1 x 1, a 3 x 3 depthwise (with the stride) and a 1 x 1 convolution in sequence, with norms and ReLUs."""
     return nn.Sequential(
         *(conv1x1(num_in, num_out), nn.BatchNorm2d(num_out), nn.ReLU()),
         *(depthwise(num_out, stride), nn.BatchNorm2d(num_out)),

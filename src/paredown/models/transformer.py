@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 
 class Scored(NamedTuple):
-    """The output of a language model with targets: logits (num_texts, length, vocabulary) and the mean loss."""
+    """What a language model returns if it gets targets: logits (num_texts, length, vocabulary) and their mean loss."""
 
     logits: Tensor
     loss: Tensor
@@ -29,7 +29,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def scored(logits: Tensor, targets: Tensor | None) -> Tensor | Scored:
-    """Return the logits if `targets` is None, else the logits with their loss."""
+    """Return `logits` alone if `targets` is None, and otherwise the logits with their mean loss."""
     return logits if targets is None else Scored(logits, token_loss(logits, targets))
 
 

@@ -34,7 +34,7 @@ from paredown.optim.rules import RULES, Rule
 
 @final
 class SGD(Optimizer):
-    """SGD with optional (Nesterov) momentum; it takes torch.optim.SGD's arguments, and formats of its tensors."""
+    """SGD, optionally with (Nesterov) momentum, with the arguments of torch.optim.SGD, and formats to store its tensors in."""
 
     rule_name, torch_class = "sgdm", torch.optim.SGD
 
@@ -71,7 +71,7 @@ class SGD(Optimizer):
 
 @final
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay; it takes torch.optim.AdamW's arguments, and formats of its tensors."""
+    """Adam with decoupled weight decay, with the arguments of torch.optim.AdamW, and formats to store its tensors in."""
 
     rule_name, torch_class = "adamw", torch.optim.AdamW
 

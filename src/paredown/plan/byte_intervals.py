@@ -73,10 +73,10 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotStorage:
-    """The way in which a plan stores one activation: packed (`packs`) or unmodified, and a `reason`.
+    """How a plan stores one activation: packed (`packs`) or unmodified, and the `reason`; bytes follow from it.
 
-    `format` is the format of the packed values, None if the tensor is unmodified or if only bits or indices are packed. `recomputed` means
-    that the values take no memory, since backward recomputes them from another stored tensor.
+    `format` is the format of the packed values; it is None if the tensor is unmodified, or if backward needs only bits or indices of it.
+    `recomputed` means that the values take no memory, since backward recomputes them from another stored tensor.
     """
 
     packs: bool
@@ -129,17 +129,18 @@ def moment_bytes(moment: Slot, weight: Slot, formats: ParameterFormats, plan: Pl
 
 
 def parameter_of(moment: Slot, weights: dict[str, Slot]) -> Slot | None:
-    """Return the weight to which an optimizer's `moment` belongs, found in `weights` by name; None if there is none.
+    """Return the weight in `weights` to which the optimizer's tensor `moment` belongs; None if there is none.
 
-    The name of a moment is that of its parameter, or that name with a suffix.
+    The name of a moment must be that of its parameter, or that name with a suffix.
     """
     return weights.get(moment.name) or weights.get(moment.name.rpartition(".")[0])
 
 
 def slot_storage(slot: Slot, plan: Plan) -> SlotStorage:
-    """Return how `plan` stores an activation: packed, and in which format, or unmodified, and why.
+    """Return how `plan` stores the activation `slot`: packed, and in which format, or unmodified, and why.
 
-    If several operations save the tensor, the format is that of the first, or of a later operation that needs more precision.
+    If several operations saved the tensor, the format follows from the rule for the first; if that is not precise enough for a later one,
+    from the rule for that one.
     """
     if not plan.packs_activations:
         return SlotStorage(False)
@@ -168,12 +169,12 @@ def can_recompute(slot: Slot, source: SlotStorage) -> bool:
 
 
 def slot_storages(trace: Trace, plan: Plan) -> dict[str, SlotStorage]:
-    """Return a dict from the name of each activation of the step to how `plan` stores it."""
+    """Return how `plan` stores each activation of the step, as a dict by name."""
     return with_recomputed(trace.activations, {slot.name: slot_storage(slot, plan) for slot in trace.activations})
 
 
 def with_recomputed(slots: Iterable[Slot], storages: dict[str, SlotStorage]) -> dict[str, SlotStorage]:
-    """Return a copy of `storages` in which tensors that backward can recompute are marked `recomputed`."""
+    """Return `storages` with `recomputed` set for each activation that backward can recompute from a stored one."""
     storages = dict(storages)
     for slot in slots:
         source = storages.get(slot.recomputed_from)
@@ -183,7 +184,7 @@ def with_recomputed(slots: Iterable[Slot], storages: dict[str, SlotStorage]) -> 
 
 
 def part_bytes(slot: Slot, part: Part, storage: SlotStorage) -> int:
-    """Return the bytes of a tensor's packed data for one use in backward: values, signs, a mask or indices."""
+    """Return the bytes of a saved tensor's packed data for one use in backward: values, signs, a mask or indices."""
     if part.use is Use.VALUE:
         assert storage.format is not None
         return 0 if storage.recomputed else storage.format.nbytes((slot.numel,))
@@ -195,7 +196,7 @@ def part_bytes(slot: Slot, part: Part, storage: SlotStorage) -> int:
 
 
 def intervals(trace: Trace, plan: Plan) -> list[Interval]:
-    """Return the intervals in which each tensor of the step holds memory under `plan`."""
+    """Return the intervals in which the tensors of a step hold memory under `plan`; footprints sum them."""
     return [
         *fixed_intervals(trace),
         *model_memory(trace, plan),
@@ -204,9 +205,9 @@ def intervals(trace: Trace, plan: Plan) -> list[Interval]:
 
 
 def host_bytes(trace: Trace, plan: Plan, *, is_rounded: bool = False) -> int:
-    """Return the bytes of packed values in host memory when backward begins; `trace` is from `planned_step`.
+    """Return the bytes of packed values that are in host memory when backward begins.
 
-    `is_rounded` says whether to count them as torch's allocator of pinned memory rounds them up.
+    `trace` must be the result of `planned_step`. With `is_rounded`, sizes are rounded up as torch's allocator of pinned memory does.
     """
     if not plan.offload:
         return 0
@@ -217,9 +218,9 @@ def host_bytes(trace: Trace, plan: Plan, *, is_rounded: bool = False) -> int:
 
 
 def pinned_pieces(nbytes: int) -> list[int]:
-    """Return the sizes of the pinned buffers into which sessions split `nbytes` bytes of a tensor.
+    """Return the sizes of the pinned buffers into which sessions split a tensor of `nbytes` bytes.
 
-    torch's allocator of pinned memory rounds each size up to a power of two.
+    torch's allocator of pinned memory rounds each size up to a power of two, so that one buffer could take twice the bytes.
 
     >>> [size >> 20 for size in pinned_pieces(33 << 20)], pinned_pieces(3 << 10), pinned_bytes(3 << 10)
     ([32, 1], [3072], 4096)
@@ -232,13 +233,13 @@ def pinned_pieces(nbytes: int) -> list[int]:
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """Return the bytes of pinned memory that torch allocates for `nbytes` bytes, split by `pinned_pieces`."""
+    """Return the pinned memory in bytes that torch allocates for a tensor of `nbytes` bytes in host memory."""
     return sum(1 << (size - 1).bit_length() for size in pinned_pieces(nbytes))
 
 
 @cached_on_trace
 def fixed_intervals(trace: Trace) -> list[Interval]:
-    """Return the intervals in which buffers, inputs and temporaries hold memory, which no plan changes."""
+    """Return the intervals in which buffers, inputs and temporaries hold memory; no plan changes these."""
     kept = (slot for slot in trace.slots if slot.role not in FORMATTED and not slot.recomputed_from)
     temporaries = (output for output in trace.outputs if not output.slot and output.phase != "step")
     return [
@@ -248,9 +249,9 @@ def fixed_intervals(trace: Trace) -> list[Interval]:
 
 
 def model_memory(trace: Trace, plan: Plan, *, packs_gradients: bool = True) -> Iterator[Interval]:
-    """Yield the intervals in which weights, decoded copies, gradients and optimizer state hold memory.
+    """Yield the intervals in which weights, decoded copies of weights, gradients and optimizer state hold memory.
 
-    `packs_gradients` says whether gradients are stored in the plan's format.
+    `packs_gradients` says whether gradients are stored in the plan's format; otherwise they are unmodified.
     """
     weights = {slot.name: slot for slot in trace.of(Role.WEIGHT)}
     formats = {name: resolve_parameter_formats(slot, plan, is_compiled=trace.is_compiled) for name, slot in weights.items()}
@@ -289,7 +290,8 @@ def _weight(slot: Slot, formats: ParameterFormats) -> Iterator[Interval]:
 def _cast(slot: Slot, weight: Slot, backward_at: int, *, is_recomputed: bool) -> Iterator[Interval]:
     """Yield the intervals in which `slot`, the copy of `weight` that autocast makes in another dtype, holds memory.
 
-    The copy is stored until backward. If the weight is packed (`is_recomputed`), the copy is made again in each call and in backward.
+    The copy is stored until backward has read it. With `is_recomputed`, which holds if the weight is packed, it is made anew in each call
+    and in backward.
     """
     spans = list(slot.running) or [(slot.birth, slot.death)]
     if is_recomputed:
@@ -319,9 +321,9 @@ def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Inter
 
 
 def activation_intervals(activations: Iterable[Slot], storages: Mapping[str, SlotStorage]) -> Iterator[Interval]:
-    """Yield the intervals in which activations, stored as `storages` says, hold memory.
+    """Yield the intervals in which activations hold memory if they are stored as `storages` says, by name.
 
-    Activations that share a torch storage must all be in `activations`, since the storage is freed with the last of them.
+    All activations that share a torch storage must be passed together, since the storage is freed with the last of them.
     """
     by_storage: dict[int, list[Slot]] = defaultdict(list)
     for slot in activations:

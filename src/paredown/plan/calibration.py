@@ -69,7 +69,10 @@ LAUNCH_SHARE = 0.6
 
 @dataclass(frozen=True)
 class FormatCost:
-    """The measured cost of encode and decode in one format: bytes per second, and seconds of launch and host."""
+    """The measured cost of encoding and decoding tensors in one format, from which step times are predicted.
+
+    Rates are bytes of the unpacked tensor per second; each kernel launch adds `launch_seconds`, each packed tensor `host_seconds`.
+    """
 
     encode_bytes_per_second: float
     decode_bytes_per_second: float
@@ -83,7 +86,7 @@ class FormatCost:
 
 @dataclass(frozen=True)
 class HostCost:
-    """The seconds of host (CPU) time that each kind of call takes, such as packing a tensor or calling a module."""
+    """The seconds of host (CPU) time for each kind of work, such as packing a tensor or calling a module."""
 
     empty_operation: float  # one addition of one value, called in a loop
     operation: float  # the call of one kernel whose own host time is not in `issued`
@@ -139,7 +142,7 @@ class Calibration:
         return max(moved, computed, self.kernel_seconds)
 
     def copy_rate(self, kind: str) -> float:
-        """Return the bytes per second of copies of `kind`, TO_HOST or TO_DEVICE, measured or assumed."""
+        """Return the bytes per second of copies between device and host; `kind` is TO_HOST or TO_DEVICE."""
         return self.bytes_per_second.get(kind, COPY_BYTES_PER_SECOND)
 
     def say_copies(self) -> str:
@@ -148,7 +151,7 @@ class Calibration:
         return rates if TO_HOST in self.bytes_per_second else f"{rates}, assumed since the calibration has no copies"
 
     def issue_seconds(self, operation: Operation) -> float:
-        """Return the predicted host seconds of one call of the operation, or of making one view."""
+        """Return the predicted host seconds of one call of the operation; for VIEW, of making one view."""
         if operation.op == VIEW:
             return self.host.backward_view if operation.phase == "backward" else self.host.view
         if self.launched and operation.arguments and (found := self.launched.get(operation_key(operation))) is not None:
@@ -156,9 +159,9 @@ class Calibration:
         return self.issued.get(operation.op, self.host.operation)
 
     def with_host_speed(self, factor: float) -> Calibration:
-        """Return a copy of this calibration for a host (CPU) on which each call takes `factor` times as long.
+        """Return this calibration for a host (CPU) on which each call takes `factor` times as long.
 
-        The seconds in `launched` are spent in the driver and grow less.
+        Seconds in `launched` are spent in the GPU's driver and change less, by 0.6 of the difference.
         """
         host = HostCost(*(factor * getattr(self.host, one.name) for one in fields(HostCost)))
         formats = {text: replace(cost, host_seconds=factor * cost.host_seconds) for text, cost in self.formats.items()}
@@ -181,9 +184,9 @@ class Calibration:
         return len(keys - self.timed.keys())
 
     def format_cost(self, format: Format | None) -> FormatCost:
-        """Return the cost of encode and decode in `format`, or in the measured format nearest in width.
+        """Return the cost of encode and decode in `format`, or in the measured format nearest in bits.
 
-        `format` None stands for a mask, which costs as much as the widest measured format.
+        Use None for a mask of bits; it costs as much as the widest measured format.
         """
         text = str(format)
         if format is None or text in self.formats:
@@ -242,9 +245,9 @@ def kind_of(op: str) -> str:
 
 
 def interpolated(points: Sequence[tuple[float, float]], flops: float) -> float:
-    """Return the flops per second of an operation of `flops` flops, interpolated between measured `points`.
+    """Return the flops per second of an operation of `flops` flops, from measured `points` (flops, flops per second).
 
-    Both axes are logarithmic. Below the first and above the last point the rate is constant.
+    It is interpolated with both axes logarithmic, and constant below the first and above the last point.
 
     >>> round(interpolated(((1e6, 1e12), (1e8, 1e14)), 1e7) / 1e13, 6), interpolated(((1e6, 1e12), (1e8, 1e14)), 1e10)
     (1.0, 100000000000000.0)
@@ -259,19 +262,19 @@ def interpolated(points: Sequence[tuple[float, float]], flops: float) -> float:
 
 @cache
 def _is_unaligned(arguments: str) -> bool:
-    """Return whether a matrix among an operation's arguments (JSON) has a side above 8 that 8 does not divide."""
+    """Return whether a matrix in `arguments` (the call's JSON) has a side above 8 that is no multiple of 8."""
     tensors = json.loads(arguments)[0] if arguments else []
     shapes = [value["t"][1] for value in tensors if isinstance(value, dict) and "t" in value]
     return any(side > ALIGNMENT and side % ALIGNMENT for shape in shapes if len(shape) > 1 for side in shape[-2:])
 
 
 def operation_key(operation: Operation) -> str:
-    """Return a hash of 16 characters that is equal for operations with the same name and the same arguments."""
+    """Return the key of an operation's measured time: a hash of its name and arguments, of 16 characters."""
     return sha256(f"{operation.op} {operation.arguments}".encode()).hexdigest()[:16]
 
 
 def _check(calibration: Calibration) -> None:
-    """Raise CalibrationError if costs cannot have been measured, such as rates of 0 or formats that do not exist."""
+    """Raise CalibrationError if numbers in a file cannot be measured costs, such as a rate of 0."""
     rates = {**calibration.bytes_per_second, "kernel_seconds": calibration.kernel_seconds}
     rates |= {name: min((min(point) for point in points), default=0.0) for name, points in calibration.flops_per_second.items()}
     for text, cost in calibration.formats.items():
@@ -290,7 +293,7 @@ def _check(calibration: Calibration) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder of calibrations: PAREDOWN_CACHE, or `paredown` in XDG_CACHE_HOME or in ~/.cache."""
+    """Return the folder in which calibrations are stored: PAREDOWN_CACHE, or one below the user's cache folder."""
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
         return Path(named)
@@ -303,7 +306,7 @@ def calibration_path(device: str) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """Return the installed versions of torch and paredown; a calibration made with other versions is not used."""
+    """Return the installed versions of torch and paredown; calibrations made with other versions must not be used."""
     return {name: _version(name) for name in ("torch", "paredown")}
 
 
@@ -318,8 +321,8 @@ def _version(package: str) -> str:
 def load_calibration(device: str, device_name: str | None = None, path: Path | None = None) -> Calibration:
     """Return the stored calibration of this device; raise CalibrationError if there is none that can be used.
 
-    `device_name` is the name of this machine's device, or None if it has no such device: then a calibration made elsewhere is accepted.
-    `path` is the file, or None for the file in the cache folder.
+    `device` is "cuda" or "cpu". `device_name` is the name of this machine's device; if it is None, since the machine has none, a
+    calibration made elsewhere is accepted. `path` is the file, or None for the file in the cache folder.
     """
     path = calibration_path(device) if path is None else path
     if not path.exists():
@@ -350,7 +353,7 @@ def find_calibration(device: str) -> tuple[Calibration | None, str]:
 
 
 def _reference() -> Calibration:
-    """Return a calibration of one H200 with torch 2.11, from benchmarks/results of codec, session and assign_times."""
+    """Return a calibration of one H200 with torch 2.11, used where this device has none; from benchmarks/results."""
     codec = FormatCost(3e12, 3e12, 4e-6, 30e-6)
     sizes = ((1e8, 2e13), (1e10, 4e14), (1e12, 6e14))
     return Calibration(

@@ -48,9 +48,9 @@ TILES = "tiles"  # the operation of pieces of a module (plan/tiled_trace.py)
 
 
 def step_under(trace: Trace, plan: Plan) -> Trace:
-    """Return the trace to use under `plan`: `trace` itself, or one of the variants that it contains.
+    """Return the trace of the step that runs under `plan`: `trace` itself, or one of the variants in its fields.
 
-    Under a plan that changes nothing, packs no activations, or packs all of them in 4 bits or fewer in a compiled step, a step may save
+    Under a plan that changes nothing, packs no activations, or packs all of them in 4 bits or fewer in a compiled step, the step may save
     other tensors than those of `trace`.
     """
     if trace.unmodified is not None and plan.changes_nothing:
@@ -63,6 +63,8 @@ def step_under(trace: Trace, plan: Plan) -> Trace:
 
 def outermost(paths: Iterable[str], patterns: Iterable[str], *, what: str = "recompute") -> list[str]:
     """Return the paths of modules that match a pattern and are not inside of another module that matches.
+
+    `what` names the setting in the PlanError for a pattern that matches no module.
 
     >>> outermost(["layers", "layers.0", "layers.0.norm", "layers.1", "head"], ["layers.*"])
     ['layers.0', 'layers.1']
@@ -85,7 +87,7 @@ def is_inside(path: str, module: str) -> bool:
 
 
 def is_of(name: str, module: str) -> bool:
-    """Return whether a saved tensor or a call ("layers.1@2") belongs to `module` or to a module inside of it.
+    """Return whether the saved tensor or call `name` ("layers.1@2") belongs to `module` or to a module inside of it.
 
     >>> is_of("layers.1.relu@2:output", "layers.1"), is_of("layers.10:input", "layers.1")
     (True, False)
@@ -100,7 +102,7 @@ def modules_of(trace: Trace) -> list[str]:
 
 
 def with_parents(paths: Iterable[str]) -> list[str]:
-    """Return the given paths of modules, and the paths of all modules that contain them, each path once.
+    """Return `paths` of modules, and the paths of all modules that contain them, each once.
 
     >>> with_parents(["", "layers.0.norm", "layers.1"])
     ['layers', 'layers.0', 'layers.0.norm', 'layers.1']
@@ -112,7 +114,10 @@ def with_parents(paths: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class CheckpointSpan:
-    """The ticks (positions of operations) at which a checkpointed module starts and ends in forward and backward."""
+    """The ticks (positions of operations) at which a module that will be checkpointed starts and ends.
+
+    `start` and `end` are those in forward, `backward_start` and `backward_end` those in backward.
+    """
 
     module: str
     start: int
@@ -121,12 +126,12 @@ class CheckpointSpan:
     backward_end: int
 
     def has(self, path: str) -> bool:
-        """Return whether a module's path, or the name of a saved tensor, belongs to the checkpointed module."""
+        """Return whether a module's path, or a saved tensor's name, belongs to the checkpointed module."""
         return is_of(path, self.module)
 
 
 def checkpointed_trace(trace: Trace, patterns: tuple[str, ...]) -> Trace:
-    """Return the trace of the same step with activation checkpointing of the modules that match `patterns`."""
+    """Return the trace of the same step if the modules that match `patterns` are under activation checkpointing."""
     if not patterns:
         return trace
     for module in outermost(modules_of(trace), patterns):
@@ -135,9 +140,9 @@ def checkpointed_trace(trace: Trace, patterns: tuple[str, ...]) -> Trace:
 
 
 def _with_module(trace: Trace, module: str) -> Trace:
-    """Return the trace with activation checkpointing of one more module, given by its path.
+    """Return the trace with the module at the path `module` under activation checkpointing as well.
 
-    The last result is cached on the trace, since searches add the same modules one after the other.
+    The last result is cached on the trace, since `assign` adds the same modules one after the other again and again.
     """
     cached: tuple[str, Trace] | None = vars(trace).get("_with_module")
     if cached is None or cached[0] != module:
@@ -149,7 +154,7 @@ def _with_module(trace: Trace, module: str) -> Trace:
 
 
 def _span(trace: Trace, module: str) -> CheckpointSpan | str:
-    """Return the ticks at which a module runs, or a sentence with the reason why it cannot be checkpointed."""
+    """Return the first and last operations (ticks) of `module`, or a sentence on why it cannot be checkpointed."""
     outputs = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
     start, end = min(o.birth for o in outputs), max(o.birth for o in outputs)
     weights = [slot for slot in trace.of(Role.WEIGHT) if is_inside(slot.module, module)]
@@ -166,13 +171,13 @@ def _span(trace: Trace, module: str) -> CheckpointSpan | str:
 
 
 def _needed_at(slots: Iterable[Slot], span: CheckpointSpan, backward_at: int) -> list[int]:
-    """Return the ticks at which backward reads packed data that only the checkpointed module needs."""
+    """Return the operations (ticks) at which backward reads saved data of `slots` that only the module needs."""
     parts = [part for slot in slots if slot.birth >= span.start for part in _own_parts(slot, span)]
     return [first for part in parts for first, _ in part.decoded if first > backward_at]
 
 
 def _own_parts(slot: Slot, span: CheckpointSpan) -> list[Part]:
-    """Return the packed parts of a tensor, one for each use in backward, that only the checkpointed module needs."""
+    """Return those packed data of a saved tensor (one part for each use in backward) that only the module needs."""
     if not any(span.has(saver.name) for saver in slot.savers):
         return []
     others = {saver.use for saver in slot.savers if not span.has(saver.name)}
@@ -180,12 +185,11 @@ def _own_parts(slot: Slot, span: CheckpointSpan) -> list[Part]:
 
 
 def _is_inner(slot: Slot, span: CheckpointSpan) -> bool:
-    """Return whether a tensor is allocated inside the checkpointed module and saved only by operations there."""
+    """Return whether the checkpointed module creates the tensor, and only operations inside of the module saved it."""
     return slot.birth >= span.start and all(span.has(saver.name) for saver in slot.savers)
 
 
 def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
-    """Return the trace with activation checkpointing of the module at `span.module`."""
     slots: list[Slot] = []
     complete = {slot.name: slot.dropped for slot in trace.of(Role.GRADIENT)}
     outputs = [_extended(output, span) for output in trace.outputs]
@@ -226,10 +230,10 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
 
 
 def _with_frozen(slots: Iterable[Slot], before: Trace, span: CheckpointSpan) -> Iterator[Slot]:
-    """Yield `slots`, where frozen weights of one module call are decoded once more, when forward runs again.
+    """Yield `slots`, with one more decoding of the checkpointed module's largest frozen weight in backward.
 
-    That second pass runs in one tick and decodes frozen weights one at a time, or together those with which a module runs (experts).
-    `before` is the trace without this checkpoint. Sessions decode frozen weights again where backward reads them.
+    The second forward pass is one tick and decodes frozen weights one at a time; those with which one module call runs (experts) are
+    decoded together. `before` is the trace without this checkpoint.
     """
     frozen = [slot for slot in before.of(Role.WEIGHT) if slot.is_frozen and is_inside(slot.module, span.module)]
     calls: dict[tuple[Span, ...] | str, list[Slot]] = {}
@@ -242,21 +246,21 @@ def _with_frozen(slots: Iterable[Slot], before: Trace, span: CheckpointSpan) -> 
 
 
 def _reason_exact(trace: Trace, span: CheckpointSpan) -> str:
-    """Return the reason why inputs of the checkpointed module are stored unmodified, or "" if they may be quantized."""
+    """Return why the inputs of the checkpointed module must be stored unmodified; "" if a plan may quantize them."""
     outputs = [o for o in trace.outputs if o.phase == "forward" and o.dtype in FLOAT_BYTES and span.has(o.module)]
     signs = [s.op for slot in trace.activations for s in slot.savers if s.use in (Use.SIGN, Use.INSIDE) and span.has(s.name)]
     return reason_of_ops(o.op for o in outputs) or (COMPARES.format(signs[0]) if signs else "")
 
 
 def _input_name(row: Slot | Output, span: CheckpointSpan) -> str:
-    """Return the name that a tensor has as an input of the checkpointed module; "" if the tensor is not an input."""
+    """Return the slot name that a tensor gets as an input of the checkpointed module; "" if it is not an input."""
     return next((name for name in row.inputs if name.partition(":")[0] == span.module), "")
 
 
 def _input(slot: Slot, span: CheckpointSpan, reason: str) -> Slot:
-    """Return the slot of a saved tensor that is also an input of the checkpointed module, changed to be stored for it.
+    """Return the slot of a saved tensor that is also an input of the checkpointed module, as stored with checkpointing.
 
-    It is kept until backward of the module is done. `reason` says why it is not quantized, "" if it may be.
+    It is stored until the module's backward is done. `reason` says why no plan may quantize it, "" if one may.
     """
     name, others = _input_name(slot, span), tuple(saver for saver in slot.savers if not span.has(saver.name))
     is_of_tile = slot.stays == TILE_INPUT and not any(saver.use is Use.EXACT for saver in others)  # of one inside
@@ -284,9 +288,9 @@ def _input_part(span: CheckpointSpan, decoded_until: int) -> Part:
 
 
 def _unsaved_input(output: Output, span: CheckpointSpan, reason: str, storage: int) -> Slot | None:
-    """Return a new slot for an input of the module that no operation saves; None for any other `output`.
+    """Return a new slot for the tensor `output` if it is an input of the module that no operation saved, else None.
 
-    `reason` says why the input is not quantized, "" if it may be. `storage` is the storage number of the new slot.
+    With checkpointing it is stored. `reason` says why no plan may quantize it, "" if one may; `storage` is its storage number.
     """
     name = _input_name(output, span)
     numel = output.nbytes // FLOAT_BYTES.get(output.dtype, output.nbytes + 1)
@@ -300,7 +304,7 @@ def _unsaved_input(output: Output, span: CheckpointSpan, reason: str, storage: i
 
 
 def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
-    """Return two allocations of a tensor inside of the checkpointed module: one for each forward pass."""
+    """Return the two allocations of a tensor inside of the checkpointed module: one for each forward pass."""
     end = min(slot.dropped, span.end) if not slot.parts else slot.dropped
     forward = Output("saved", slot.module, "forward", slot.shape, slot.dtype, slot.nbytes, slot.birth, max(end, slot.birth))
     death = max(_last_read(slot), span.backward_start)
@@ -308,12 +312,11 @@ def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
 
 
 def _last_read(slot: Slot) -> int:
-    """Return the tick (operation) at which backward reads the tensor last, and after which it is freed."""
     return max((end for part in slot.parts for _, end in part.decoded), default=slot.death)
 
 
 def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
-    """Return the slot of a module's result that is saved later, and the allocation of its copy in backward."""
+    """Return the stored tensor (slot) of a module's result, which later operations saved, and its copy in backward."""
     savers = tuple(saver for saver in slot.savers if not span.has(saver.name))
     own_parts = _own_parts(slot, span)
     end = max((part.released for part in own_parts), default=span.backward_start)
@@ -327,24 +330,24 @@ def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
 
 
 def _extended(output: Output, span: CheckpointSpan) -> Output:
-    """Return `output`; if it is an input of the checkpointed module, it lives until the module's backward is done."""
+    """Return `output`, which lives until the checkpointed module's backward is done if it is an input of the module."""
     is_before = output.phase == "forward" and not output.slot and output.birth < span.start <= output.death
     is_input = is_before and (span.start <= output.used <= span.end or (output.used < 0 and output.death <= span.end + 1))
     return replace(output, death=max(output.death, span.backward_end)) if is_input else output
 
 
 def _weight_used_twice(weight: Slot, span: CheckpointSpan, complete: int) -> Slot:
-    """Return the slot of a weight that the checkpointed module reads in both of its forward passes.
+    """Return the entry of a weight that the checkpointed module reads in both of its forward passes.
 
-    For the second pass it is decoded again, until its gradient is complete at the tick `complete`.
+    If it is packed, it is decoded for the second one until the operation `complete`, at which its gradient is complete.
     """
     return replace(weight, running=(*weight.running, (span.backward_start, max(span.backward_start, complete))))
 
 
 def _cast_used_twice(trace: Trace, cast: Slot, span: CheckpointSpan, *, is_trained: bool) -> Slot:
-    """Return the slot of a weight's autocast copy, which the module makes in both of its forward passes.
+    """Return the entry of a weight's copy in autocast's dtype, which both forward passes of the module make.
 
-    Autocast caches the copies of trained weights until its context ends, and no others.
+    Autocast caches the copies of trained weights until its context ends; others are freed earlier.
     """
     end = trace.backward_at - 1 if is_trained else cast.parts[0].packed
     return replace(cast, running=((cast.birth, max(end, cast.birth)), (span.backward_start, max(cast.death, span.backward_start))))
@@ -357,9 +360,9 @@ SHARE_IN_8_BITS = 0.52  # of two bytes, with scales; half of that of float32
 class _SecondPass:
     """The most memory that a checkpointed module holds while its forward runs again in backward.
 
-    `extra` is this memory in bytes if nothing is packed. `packed` has the tensors that a session may pack, each with the tick at which the
-    first pass reads it last. If they are packed in 8 bits, the memory is largest at the tick `moment`, with `beside` more bytes of
-    temporaries.
+    `extra` is this memory in bytes if nothing is packed. `packed` has the tensors that a session may pack, each with the time at which the
+    first pass reads it last. If they are packed in 8 bits, the memory is largest at the time `moment`, with `beside` more bytes of
+    temporaries. Times are ticks: positions of operations in the step.
     """
 
     span: CheckpointSpan
@@ -370,7 +373,6 @@ class _SecondPass:
 
     @staticmethod
     def of(trace: Trace, span: CheckpointSpan) -> _SecondPass:
-        """Return the memory that the module at `span.module` holds when its forward runs again in backward."""
         inner = [slot for slot in trace.activations if _is_inner(slot, span)]
         end = max(s.birth for s in trace.activations if s.birth >= span.start and any(span.has(saver.name) for saver in s.savers))
         ran = [o for o in trace.outputs if o.phase == "forward" and not o.slot and span.start <= o.birth <= end]
@@ -389,9 +391,9 @@ class _SecondPass:
         return _SecondPass(span, extra, packed, moment, max(0, beside - extra))
 
     def slots(self, storage: int) -> Iterator[Slot]:
-        """Yield a slot for each tensor that a session may pack when the module's forward runs again in backward.
+        """Yield a slot for each large tensor that a session may pack when the module's forward runs again.
 
-        `storage` is the largest storage number that other slots use.
+        `storage` is the largest storage number in use.
         """
         at, names = self.span.backward_start, {slot.name for slot in self.packed}
         for place, (slot, read) in enumerate(self.packed.items()):
@@ -405,9 +407,9 @@ class _SecondPass:
             )
 
     def _part(self, slot: Slot, part: Part, read: int) -> Part:
-        """Return the packed data `part` of `slot` with the ticks that it has if forward saves it again in backward.
+        """Return the packed data `part` of `slot` with the times at which the second forward pass packs and reads it.
 
-        `read` is the tick at which the first forward pass reads the tensor last.
+        `read` is the time (tick) at which the first forward pass reads the tensor last.
         """
         at = self.span.backward_start
         packed = at + (min(part.packed, read) > self.moment)
@@ -423,9 +425,9 @@ def _is_packed_again(slot: Slot) -> bool:
 
 
 def _in_8_bits(slot: Slot, read: int) -> list[tuple[int, int]]:
-    """Return the changes of memory, as (tick, bytes), that a tensor causes if it is packed in 8 bits when it is saved.
+    """Return the changes of memory, as (operation, bytes), if the tensor is packed in 8 bits when it is saved.
 
-    `read` is the tick at which the module's first forward pass reads it last.
+    `read` is the operation of the module's first forward pass that reads it last.
     """
     share = SHARE_IN_8_BITS * 2 / FLOAT_BYTES.get(slot.dtype, 2)
     first = min(read, *(part.packed for part in slot.parts))
@@ -433,9 +435,9 @@ def _in_8_bits(slot: Slot, read: int) -> list[tuple[int, int]]:
 
 
 def _largest(changes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return the tick at which the running sum of `changes`, pairs (tick, bytes), is largest, and that sum.
+    """Return the time at which the running sum of `changes`, pairs (time, bytes), is largest, and that sum.
 
-    All changes of one tick count together.
+    Changes at the same time are added before the sum is compared.
 
     >>> _largest([(3, 10), (5, -10), (5, 4), (6, 3)])
     (3, 10)

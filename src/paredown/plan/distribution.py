@@ -57,7 +57,7 @@ UNITS_NOTE = "assumes fully_shard on {}; all other parameters belong to the root
 
 @dataclass(frozen=True)
 class Communication:
-    """The bytes that one process sends to others in one step, by collective operation."""
+    """The bytes that one process sends to others in one step: a field for each kind of collective operation."""
 
     all_gather: int = 0
     reduce_scatter: int = 0
@@ -75,7 +75,11 @@ NOTHING_SENT = Communication()
 
 @dataclass(frozen=True)
 class Distribution:
-    """The settings of training with several processes: strategy, their number, modules, format of reductions."""
+    """The settings of training with several processes, from which a footprint of one process is computed.
+
+    `strategy` is "ddp" or "fsdp2". `units` are the modules that `fully_shard` wraps beside the model, and `reduction` is the format in
+    which gradients are sent.
+    """
 
     strategy: str
     world_size: int
@@ -91,9 +95,9 @@ class Distribution:
         return 2 * (self.world_size - 1) * nbytes // self.world_size
 
     def scratch_bytes(self, chunk: int) -> int:
-        """Return the temporary bytes of a low-bit reduction in which each process sums `chunk` values.
+        """Return the temporary bytes of a low-bit reduction of gradients, if each process sums `chunk` values.
 
-        They hold codes sent and received, a decoded chunk and its sum.
+        They hold codes sent and received, decoded values and their sum.
         """
         return 0 if self.reduction is None else 2 * self.world_size * self.reduction.nbytes((1, chunk)) + 2 * FLOAT32_BYTES * chunk
 
@@ -109,9 +113,9 @@ def distribution_of(
     units: Iterable[str] | None = None,
     reduction: Format | str | None = None,
 ) -> Distribution | None:
-    """Return the checked settings of training with several processes; None for one process.
+    """Return the checked settings of training with several processes; None if `strategy` is None.
 
-    If `units` is None, the items of lists of modules, such as blocks.0, are taken.
+    The arguments are those of `footprint`. If `units` is None, fully_shard is taken to wrap the items of module lists, such as blocks.0.
     """
     if type(world_size) is not int or world_size < 1:
         raise PlanError(f"world_size={world_size!r}: give the number of processes, an integer of at least 1.")
@@ -163,18 +167,17 @@ def shard_bytes(shape: tuple[int, ...], format: Format | None, world_size: int, 
 
 @dataclass(frozen=True)
 class _Shards:
-    """The formats in which FSDP2 stores all parameters of a trace, from which the bytes of their shards follow."""
+    """How `fully_shard` divides and stores all parameters of a trace; the bytes of their shards follow from it."""
 
     world_size: int
     weights: Mapping[str, Slot]
     formats: Mapping[str, ParameterFormats]
 
     def bytes_of(self, slot: Slot, format: Format | None) -> int:
-        """Return the stored bytes of the shard of a weight or gradient in `format`; None stands for its dtype."""
+        """Return the bytes of one process's shard of a weight or gradient in `format`; None stands for its dtype."""
         return shard_bytes(slot.shape, format, self.world_size, itemsize=FLOAT_BYTES.get(slot.dtype, 1))
 
     def weight(self, slot: Slot) -> int:
-        """Return the bytes of a weight's shard, which is sent in the format in which it is stored."""
         return self.bytes_of(slot, self.formats[slot.name].weight)
 
 
@@ -191,7 +194,7 @@ def _shards(trace: Trace, plan: Plan, world_size: int) -> _Shards:
 
 
 def distributed_intervals(trace: Trace, plan: Plan, shared: Distribution) -> list[Interval]:
-    """Return the intervals in which the tensors of one of several processes hold memory under `plan`."""
+    """Return the intervals in which tensors hold memory in one of several processes, under `plan`."""
     model = _fsdp_memory(trace, plan, shared) if shared.strategy == "fsdp2" else _ddp_memory(trace, plan, shared)
     held = activation_intervals(trace.activations, slot_storages(trace, plan))
     return [*fixed_intervals(trace), *model, *held]
@@ -208,7 +211,7 @@ def _ddp_memory(trace: Trace, plan: Plan, shared: Distribution) -> Iterator[Inte
 
 
 def _buckets(gradients: Iterable[Slot]) -> Iterator[tuple[int, int]]:
-    """Yield (bytes, tick) of each bucket of DistributedDataParallel; backward completes it at that tick.
+    """Yield (bytes, time) of each bucket of DistributedDataParallel; backward has filled it at that operation (tick).
 
     Gradients fill buckets in the order in which backward computes them.
     """
@@ -257,7 +260,8 @@ def _moment(moment: Slot, plan: Plan, shards: _Shards) -> int:
 class _Unit:
     """A module under `fully_shard`: its gradients, its parameters' bytes (`values`), and the ticks at which it runs.
 
-    `buffer` is the bytes that its all-gather fills. `forward` and `backward` are its first and last tick there, None if it does not run.
+    `buffer` is the bytes of the buffer for its all-gather. `forward` and `backward` are its first and last operation (tick) in each, None
+    if it does not run there.
     """
 
     name: str
@@ -295,16 +299,16 @@ def _units(trace: Trace, shared: Distribution, shards: _Shards) -> list[_Unit]:
 
 
 def _hull(spans: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the smallest span (start, end) that contains all given spans; None if there are none."""
+    """Return the smallest span (start, end) that contains all `spans`; None if there are none."""
     found = list(spans)
     return (min(start for start, _ in found), max(end for _, end in found)) if found else None
 
 
 def _gathered(units: list[_Unit], trace: Trace) -> Iterator[Interval]:
-    """Yield the intervals in which gathered (whole) parameters and the buffers of their all-gathers hold memory.
+    """Yield the intervals in which gathered (whole) parameters, and the buffers of their all-gathers, hold memory.
 
-    FSDP2 frees the buffer of a module when it gathers the next one, and in backward gathers the next module while one runs; the model's own
-    parameters stay whole from forward to the end of backward.
+    FSDP2 frees a module's buffer when it gathers the next module, and in backward it gathers the next module while one runs. The root
+    module's own parameters stay whole from forward to the end of backward.
     """
     for i, unit in enumerate(units):
         following, previous = units[i + 1] if i + 1 < len(units) else None, units[i - 1] if i else None
@@ -320,7 +324,7 @@ def _gathered(units: list[_Unit], trace: Trace) -> Iterator[Interval]:
 
 
 def _reduced(unit: _Unit, trace: Trace, shards: _Shards, shared: Distribution) -> Iterator[Interval]:
-    """Yield the intervals in which the gradients of one module hold memory, around its reduce-scatter."""
+    """Yield the intervals in which the gradients of `unit` hold memory before, in and after their reduce-scatter."""
     at = max((max(slot.birth, slot.dropped) for slot in unit.gradients), default=0) + 1
     for slot in unit.gradients:
         formats = shards.formats[slot.name]
@@ -341,7 +345,7 @@ def _reduced(unit: _Unit, trace: Trace, shards: _Shards, shared: Distribution) -
 
 
 def communication(trace: Trace, plan: Plan, shared: Distribution) -> Communication:
-    """Return the bytes that one process sends in one step of a training with the settings `shared`."""
+    """Return the bytes that one process sends in a step under `plan`, by collective operation."""
     gradients = trace.of(Role.GRADIENT)
     if shared.strategy == "ddp":
         return _ddp_communication(gradients, shared)
@@ -355,10 +359,10 @@ def communication(trace: Trace, plan: Plan, shared: Distribution) -> Communicati
 
 
 def _ddp_communication(gradients: Iterable[Slot], shared: Distribution) -> Communication:
-    """Return the bytes that one process sends to sum gradients over processes under DistributedDataParallel.
+    """Return the bytes that one process sends to sum gradients under DistributedDataParallel.
 
-    If gradients are sent in a low-bit format, these are an all-to-all of chunks and an all-gather of their sums. Padding of single buckets
-    is left out.
+    With a low-bit format for gradients, they are those of an all-to-all of chunks and an all-gather of their sums, without the padding of
+    buckets.
     """
     if shared.reduction is None:
         return Communication(all_reduce=shared.all_reduced_bytes(sum(slot.nbytes for slot in gradients)))
@@ -368,9 +372,9 @@ def _ddp_communication(gradients: Iterable[Slot], shared: Distribution) -> Commu
 
 
 def _exchanged_bytes(gradients: Iterable[Slot], shared: Distribution, format: Format) -> int:
-    """Return the bytes that one process sends to sum gradients over processes as codes of `format`.
+    """Return the bytes that one process sends if gradients are summed over processes as codes of `format`.
 
-    Each module under `fully_shard` exchanges the codes of all its gradients together.
+    Each module under `fully_shard` sends the codes of all its gradients together.
     """
     numels: dict[str, int] = defaultdict(int)
     for slot in gradients:
@@ -379,7 +383,7 @@ def _exchanged_bytes(gradients: Iterable[Slot], shared: Distribution, format: Fo
 
 
 def largest_unit_bytes(trace: Trace, plan: Plan, shared: Distribution) -> int:
-    """Return the bytes of the largest buffer that an all-gather of one module fills; 0 without `fully_shard`."""
+    """Return the bytes of the largest buffer for an all-gather of one module; 0 without `fully_shard`."""
     shards = _shards(trace, plan, shared.world_size)
     sums: dict[str, int] = defaultdict(int)
     for slot in shards.weights.values():
@@ -388,7 +392,7 @@ def largest_unit_bytes(trace: Trace, plan: Plan, shared: Distribution) -> int:
 
 
 def distribution_notes(trace: Trace, shared: Distribution) -> list[str]:
-    """Return notes for a footprint on how the processes share memory, as a list of sentences."""
+    """Return sentences for a footprint's notes on how the processes share memory."""
     if shared.strategy == "ddp":
         nbytes = say_bytes(sum(slot.nbytes for slot in trace.of(Role.GRADIENT)))
         return [BUCKET_NOTE.format(nbytes, nbytes)]

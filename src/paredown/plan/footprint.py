@@ -93,7 +93,7 @@ LEFT_OUT = {
 
 @dataclass(frozen=True)
 class Allocator:
-    """The sizes in bytes by which a device's memory allocator, cuBLAS and cuDNN allocate memory."""
+    """How a device's memory allocator and libraries round up and add bytes, so that predicted memory is true."""
 
     rounding: int  # every size is rounded up to a multiple of this
     matmul_workspace: int  # held by cuBLAS after the first matrix product
@@ -102,13 +102,14 @@ class Allocator:
     unsplit: int  # a free block is not split if less than this would remain: at most this for each large tensor
 
     def rounded(self, nbytes: Any, **_: Any) -> Any:
-        """Return how many bytes the device allocates for `nbytes`, which may be an array."""
+        """Return how many bytes the device allocates for a tensor of `nbytes`, a number or an array."""
         return -(-nbytes // self.rounding) * self.rounding
 
     def bound(self, nbytes: Any, *, comes_and_goes: Any = True, is_compiled: bool = False) -> Any:
-        """Return an upper bound of the bytes that the device allocates for `nbytes`; `assign` keeps budgets by it.
+        """Return an upper bound of the bytes that the device allocates for a tensor of `nbytes`.
 
-        `comes_and_goes` says whether the tensor is allocated anew in each step, `is_compiled` whether torch.compile compiled the step.
+        `assign` keeps budgets by it. `comes_and_goes` says whether the tensor is allocated anew in each step, `is_compiled` whether
+        torch.compile compiled the step.
         """
         is_large = (nbytes >= MIB) & comes_and_goes
         is_odd = is_large & (nbytes % SEGMENT != 0)
@@ -126,7 +127,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Fit:
-    """The answer of `Footprint.fits`, true if the step fits; `needs` is (low, expected, high) bytes of its peak."""
+    """The answer of `Footprint.fits`, true if the step fits; `needs` is its peak in bytes as (low, expected, high)."""
 
     fits: bool
     needs: tuple[int, int, int]
@@ -171,7 +172,7 @@ class Footprint:
 
     @cached_property
     def bound_bytes(self) -> int:
-        """Return the expected peak plus the margin of `assign`: bytes that no measured peak exceeded."""
+        """Return the expected peak plus a margin for memory that is not predicted; no measured peak was above it."""
         step, allocator = step_under(self.trace, self.plan), DEVICES[self.trace.device]
         flags = {"is_compiled": step.is_compiled}
         held = (i._replace(nbytes=allocator.bound(i.nbytes, comes_and_goes=i.role not in STAYING, **flags)) for i in self._held)
@@ -193,7 +194,7 @@ class Footprint:
         return tuple(outermost(modules_of(self.trace), self.plan.checkpointed)) if self.plan.checkpointed else ()
 
     def by_module(self, depth: int | None = None) -> dict[str, int]:
-        """Return a dict from module path to stored bytes, the largest first; `depth` cuts paths to that many parts."""
+        """Return the stored bytes by module path, the most first; `depth` cuts paths to so many parts."""
         sums: Counter[str] = Counter()
         for interval in self._kept:
             parts = interval.module.split(".")
@@ -236,22 +237,21 @@ class Footprint:
 
     @cached_property
     def baseline(self) -> Footprint:
-        """Return the footprint of the step without a plan."""
+        """Return the footprint of the same step without a plan."""
         return self if self.plan.changes_nothing else self._under(BASELINE)
 
     def _under(self, plan: Plan) -> Footprint:
-        """Return the footprint of the same step, with the same number of processes, under another plan."""
         return self if plan == self.plan else _footprint(self.trace, plan, self.distribution)
 
     @property
     def padding_bytes(self) -> int:
-        """Return the bytes of padding in `model_bytes`: rows that make the shards of `fully_shard` equal."""
+        """Return the bytes in `model_bytes` that are padding: rows of zeros that make `fully_shard`'s shards equal."""
         shared = self.distribution
         return 0 if shared is None or shared.strategy != "fsdp2" else self.model_bytes - self._undivided_bytes // shared.world_size
 
     @property
     def wide_bytes(self) -> int:
-        """Return the bytes of `model_bytes` that weights take in addition because `fully_shard` cannot pack them."""
+        """Return the bytes by which weights are larger because `fully_shard` cannot store them packed."""
         shared = self.distribution
         if shared is None or shared.strategy != "fsdp2":
             return 0
@@ -300,9 +300,9 @@ class Footprint:
         return head, [*rows, ["peak of the step", *(say_bytes(peak) for peak in peaks)]]
 
     def _tiers(self) -> list[str]:
-        """Return texts such as "half 1.2 GiB", the bytes of weights, gradients and optimizer state under several plans.
+        """Return texts such as "half 1.2 GiB": the bytes of weights, gradients and optimizer state under a plan.
 
-        These are the baseline, this plan, and each tier, a preset for weights, gradients and optimizer state.
+        The plans are the baseline, this plan, and each tier, a preset for weights, gradients and optimizer state.
         """
         plans = {"baseline": BASELINE, "this plan": self.plan, **{name: Plan.preset(name) for name in SHOWN_TIERS}}
         sizes = {name: self._model_bytes(plan) for name, plan in plans.items()}
@@ -314,7 +314,7 @@ class Footprint:
         return model_bytes(self.trace, plan) if self.distribution is None else self._under(plan).model_bytes
 
     def _shared(self) -> list[str]:
-        """Return lines for the printed footprint on how several processes share the model; [] for one process."""
+        """Return the printed lines on how several processes share the model; [] for one process."""
         shared, sent = self.distribution, self.communication
         if shared is None:
             return []
@@ -400,7 +400,7 @@ def _footprint(trace: Trace, plan: Plan, shared: Distribution | None) -> Footpri
 
 
 def _slots_of(trace: Trace, *others: Trace) -> list[tuple[tuple[str, ...], Role]]:
-    """Return (names, role) of all slots (tensors of a step) that rules of a plan for `trace` may match."""
+    """Return (names, role) of every tensor that a rule of a plan may match in these traces of a step."""
     steps = [trace, *([trace.unmodified] if trace.unmodified is not None else []), *others]
     names = [(slot.names, slot.role) for step in steps for slot in step.slots]
     names += [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # slots that exist only under a plan
@@ -414,47 +414,47 @@ def _workspace(trace: Trace) -> int:
 
 @cached_on_trace
 def workspace_margin(trace: Trace) -> int:
-    """Return the bytes of workspace that cuDNN may allocate beyond the expected peak's, for convolutions in float32."""
+    """Return the bytes that cuDNN may need for copies of a float32 convolution's operands, above the expected peak."""
     calls = (one.arguments for one in trace.operations if one.op == CONVOLUTION_BACKWARD and one.arguments)
     return max(map(_copied_bytes, calls), default=0) if trace.device == "cuda" else 0
 
 
 def _copied_bytes(arguments: str) -> int:
-    """Return the bytes of a convolution's operands in backward, of which cuDNN may make copies.
+    """Return the bytes of a convolution's operands in backward, which cuDNN may copy if they are float32; else 0.
 
-    It is 0 if their dtype is not float32. `arguments` is the JSON of the call's arguments.
+    `arguments` is the JSON of the call's arguments.
     """
     (_, grad, _), (dtype, x, _) = (value["t"] for value in json.loads(arguments)[0][:2])
     return DTYPE_BYTES[dtype] * (prod(grad) + 2 * prod(x)) if dtype == "float32" else 0
 
 
 def library_bytes(trace: Trace) -> int:
-    """Return the bytes of cuBLAS and cuDNN workspaces that the expected peak of the step includes."""
+    """Return the bytes of cuBLAS and cuDNN workspaces that are part of the expected peak."""
     return _workspace(step_under(trace, BASELINE))
 
 
 def library_bound(trace: Trace) -> int:
-    """Return the bytes of cuBLAS and cuDNN workspaces that `Footprint.bound_bytes` includes."""
+    """Return the bytes of cuBLAS and cuDNN workspaces that are part of `Footprint.bound_bytes`."""
     return library_bytes(trace) + workspace_margin(step_under(trace, BASELINE))
 
 
 def peak_of(trace: Trace, plan: Plan) -> int:
-    """Return the expected peak in bytes of `trace` under `plan`; formats for simulate mode count as if stored."""
+    """Return the expected peak in bytes under `plan`; formats that can only be simulated count as if stored."""
     return _footprint(trace, plan, None).peak_bytes
 
 
 def bound_of(trace: Trace, plan: Plan) -> int:
-    """Return the bytes within which measured peaks of `trace` under `plan` stay (`Footprint.bound_bytes`)."""
+    """Return `Footprint.bound_bytes` of the step under `plan`, a bound that no measured peak exceeded."""
     return footprint(trace, plan).bound_bytes
 
 
 def model_bytes(trace: Trace, plan: Plan) -> int:
-    """Return the stored bytes of weights, gradients and optimizer state under `plan`."""
+    """Return the bytes of weights, gradients and optimizer state that stay from step to step under `plan`."""
     return sum(i.nbytes for i in model_memory(trace, plan) if i.role in MODEL_ROLES and _is_kept(i, trace))
 
 
 def peak_tick(held: Iterable[Interval], length: int) -> tuple[int, int]:
-    """Return the tick at which the intervals `held` take most bytes, and these bytes; `length` is the last tick.
+    """Return the tick at which the intervals `held` take most bytes, and these bytes; `length` is the step's last tick.
 
     >>> peak_tick([Interval(Role.INPUT, "", 0, 2, 10), Interval(Role.INPUT, "", 2, 3, 5), Interval(Role.INPUT, "", 3, 4, 9)], 4)
     (2, 15)
@@ -482,7 +482,7 @@ def slot_bytes(slot: Slot, storage: SlotStorage) -> int:
 
 
 def _is_kept(interval: Interval, trace: Trace) -> bool:
-    """Return whether the bytes of `interval` stay allocated after the phase (forward, backward) that allocates them."""
+    """Return whether the bytes of `interval` outlive the phase (forward, backward) in which they are allocated."""
     if interval.role in (Role.ACTIVATION, Role.TEMPORARY):
         return interval.birth <= trace.backward_at <= interval.death
     return interval.role is not Role.GRADIENT or interval.death >= trace.length

@@ -74,7 +74,7 @@ SHOWN = 20  # rules that repr prints
 
 
 class Difference(NamedTuple):
-    """A rule in which two plans differ: the rule that each plan has, or None if a plan has no rule with this key."""
+    """A rule in which two plans differ: the assignment in each plan, or None if a plan has no rule with this key."""
 
     key: str
     mine: Assignment | str | None
@@ -96,14 +96,14 @@ class Differences(tuple[Difference, ...]):
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Rules that assign format, rounding and overflow mode to slots (tensors of a step), and the `reason` for them.
+    """Rules that assign format, rounding and overflow mode to the tensors of a training step, with the `reason`.
 
     `made_for` has the model, batch, device and so on that the plan was made for, as JSON values. `recompute` has paths or patterns of
-    modules under activation checkpointing (torch.utils.checkpoint), and names or patterns of slots ("layers.*.mlp.1:input") that compiled
-    sessions recompute; slots that cannot be recomputed follow the rules. `offload` has names or patterns of slots whose packed values are
-    in host memory until backward needs them, on a GPU (True: inputs of checkpointed layers). `products` says which layers multiply 8-bit
-    codes (plan/product_rules.py), which changes forward. `tiles` has pairs of a path or pattern of modules and a number of tokens: modules
-    inside run over pieces of the sequence of so many tokens (session/tiles.py).
+    modules under activation checkpointing (torch.utils.checkpoint), and names or patterns of slots (saved tensors, "layers.*.mlp.1:input")
+    that compiled sessions recompute; slots that cannot be recomputed follow the rules. `offload` has names or patterns of slots whose
+    packed values are in host memory until backward needs them, on a GPU (True: inputs of checkpointed layers). `products` says which layers
+    multiply 8-bit codes (plan/product_rules.py), which changes forward. `tiles` has pairs of a path or pattern of modules and a number of
+    tokens: modules inside run over pieces of the sequence of so many tokens (session/tiles.py).
     """
 
     rules: tuple[tuple[str, Assignment], ...] = ()
@@ -152,9 +152,9 @@ class Plan:
     def uniform(
         *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None, **formats: Unpack[ByRole]
     ) -> Plan:
-        """Return a plan with one format for each given role, and one element for 8-bit products of linear layers.
+        """Return a plan with the same format for all tensors of a role, given as `activation="int8/64@bf16"` and so on.
 
-        Without any format it is the baseline.
+        `product` is the element of 8-bit products of linear layers. Without any format it is the baseline.
         """
         rules: list[tuple[str, Assignment]] = []
         product = formats.pop("product", None)
@@ -179,9 +179,9 @@ class Plan:
     def set(
         self, key: str, format: FormatLike, *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None
     ) -> Plan:
-        """Return this plan with a rule for `key`, added or replaced; `format` None stores matching tensors unmodified.
+        """Return this plan with a rule for `key` added or replaced; `format` None stores matching tensors unmodified.
 
-        Keys with `product` choose the layers that multiply 8-bit codes: set("product=layers.*", "e4m3fn"), set("product=head", None).
+        `key` is a role, a name or a pattern. With `product` it chooses layers that multiply 8-bit codes: set("product=layers.*", "e4m3fn").
         """
         if is_product_key(key):
             if rounding is not None or overflow is not None:
@@ -206,12 +206,12 @@ class Plan:
 
     @property
     def changes_nothing(self) -> bool:
-        """Return whether the plan is the baseline: no rules, checkpointing, tiles or 8-bit products."""
+        """Return whether the plan is the baseline: it has no rules, 8-bit products, checkpointing or pieces (tiles)."""
         return not self.rules and not self.recompute and not self.products and not self.tiles
 
     @property
     def quantizes_nothing(self) -> bool:
-        """Return whether the plan rounds nothing, since it has no rules; layers may be checkpointed."""
+        """Return whether the plan has no rules and so rounds nothing; it may still checkpoint layers."""
         return not self.rules and not self.products
 
     @property
@@ -220,7 +220,9 @@ class Plan:
         return any(element is not None for _, element in self.products)
 
     def product_of(self, path: str) -> tuple[str | None, bool]:
-        """Return the 8-bit element of the layer at `path`, or None, and whether a rule names exactly this layer.
+        """Return (element, is_named) for the 8-bit products of the layer at `path`.
+
+        The element is None if the layer multiplies in its dtype; `is_named` says whether a rule names exactly this layer.
 
         >>> Plan.preset("fp8").set("product=head", None).product_of("head")
         (None, True)
@@ -268,16 +270,16 @@ class Plan:
 
     @cached_property
     def checkpointed(self) -> tuple[str, ...]:
-        """Return the paths and patterns of modules in `recompute`, which are under activation checkpointing."""
+        """Return the paths and patterns in `recompute` that name modules: those under activation checkpointing."""
         return tuple(text for text in self.recompute if ":" not in text)
 
     @cached_property
     def recomputed(self) -> tuple[str, ...]:
-        """Return the names and patterns of slots in `recompute`; none if the plan packs no activations."""
+        """Return the names and patterns in `recompute` that name tensors; none if the plan packs no activations."""
         return tuple(text for text in self.recompute if ":" in text) if self.packs_activations else ()
 
     def recomputes(self, names: Iterable[str]) -> bool:
-        """Return whether backward of a compiled step recomputes the tensor to which operations gave these names.
+        """Return whether backward of a compiled step should recompute the tensor that was saved under `names`.
 
         >>> plan = Plan.uniform(activation="int8/64@bf16").recomputing("layers.*.mlp.1:input")
         >>> plan.recomputes(("layers.0.mlp.1:input",)), plan.recomputes(("layers.0.mlp.2:input",)), plan.checkpointed
@@ -286,7 +288,7 @@ class Plan:
         return first_match(self.recomputed, names) is not None
 
     def offloads(self, name: str) -> bool:
-        """Return whether the plan asks for packed values of the activation called `name` in host memory.
+        """Return whether the plan asks to hold packed values of the activation `name` in host memory.
 
         >>> Plan().offloading("layers.0.*").offloads("layers.0.mlp.1:input")
         True
@@ -305,7 +307,7 @@ class Plan:
         return [format for key, format in pairs if key.role in (None, Role.ACTIVATION)]
 
     def find(self, names: Sequence[str], role: Role) -> Assignment:
-        """Return the format, rounding and overflow mode that the plan requests for the tensor with these names."""
+        """Return the format, rounding and overflow mode that the plan requests for a tensor with these names."""
         key = (names if isinstance(names, tuple) else (names,) if isinstance(names, str) else tuple(names), role)
         assignment = self._assignments.get(key)
         if assignment is None:
@@ -313,7 +315,7 @@ class Plan:
         return assignment
 
     def needs_of(self, name: str, needs: Needs) -> Needs:
-        """Return what backward needs of an activation under this plan, where some bounds on precision are removed.
+        """Return `needs`, what backward needs of the activation `name`, without bounds that this plan removes.
 
         A rule that names the input of a checkpointed layer removes the lower bound on its precision (`Needs.pin`).
 
@@ -334,10 +336,10 @@ class Plan:
         return UNMODIFIED if best is None else self.rules[best][1]
 
     def check(self, slots: Iterable[NamesAndRole]) -> list[str]:
-        """Return the keys of rules that name slots which do not exist; raise PlanError for patterns that match nothing.
+        """Return the keys of rules that name tensors which the step does not have; raise PlanError for worse mistakes.
 
-        Each of `slots` is (names under which operations saved the tensor, role). Raise PlanError also if all slots that the plan names are
-        missing. A rule for a role without slots is no error.
+        These are a pattern that matches nothing, and a plan all of whose named tensors are missing. Each of `slots` is (names under which
+        operations saved a tensor, its role). A rule for a role that no tensor has is no error.
         """
         known = [(bare_names(names, Role(role)), Role(role)) for names, role in slots if role in FORMATTED]
         missing = self._index.unmatched(known)
@@ -355,9 +357,9 @@ class Plan:
         return [str(key) for key in missing]
 
     def check_stored(self) -> None:
-        """Raise PlanError for a rule whose format cannot store tensors of its role, such as int8 without a scale.
+        """Raise PlanError for a rule whose format cannot store tensors, such as int8 without a scale.
 
-        Simulate mode, which only rounds values, stores nothing and takes formats without a scale.
+        Call it in store mode only: simulate mode rounds values without storing them, and takes formats without a scale.
 
         >>> Plan.uniform(frozen="nf4/64@bf16").check_stored()
         >>> Plan.uniform(frozen="int8").check_stored()  # doctest: +ELLIPSIS
@@ -376,7 +378,7 @@ class Plan:
                 )
 
     def unmatched(self, slots: Iterable[NamesAndRole]) -> list[str]:
-        """Return the names and patterns in the plan's rules that match none of these slots, given as (names, role)."""
+        """Return the names and patterns in the plan's rules that match none of the tensors `slots`: (names, role)."""
         return [str(key) for key in self._index.unmatched([(bare_names(names, Role(role)), Role(role)) for names, role in slots])]
 
     def diff(self, other: Plan) -> Differences:
@@ -443,7 +445,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as a JSON value; a rule is [key, {format, rounding, overflow}].
 
-        A plan with products, tiles or offloaded slots has a newer version number, so that older programs refuse it.
+        A plan with newer settings (8-bit products, `tiles`, `offload`) has a newer version number, so that older programs refuse it.
         """
         rules = [[key, assignment.to_json()] for key, assignment in self.rules]
         is_old = self.offload in ((), CHECKPOINT_INPUTS)  # then older versions can read it
@@ -491,7 +493,7 @@ def _checked(rules: Any) -> tuple[tuple[str, Assignment], ...]:
 
 
 def _assignment(key: str, *parts: Any) -> Assignment:
-    """Return the assignment for a rule's format, rounding and overflow (`parts`); errors name the rule."""
+    """Return the assignment of format, rounding and overflow mode (`parts`); a PlanError names the rule's `key`."""
     try:
         return Assignment.parse(*parts)
     except PlanError as error:

@@ -53,9 +53,10 @@ NOT_PACKED = "no activation of this name is stored packed"
 
 
 def planned_step(step: Trace, plan: Plan) -> Trace:
-    """Return the trace of the step, changed by the modules that `plan` runs in tiles, recomputes or offloads.
+    """Return the trace of the step if modules run in tiles, are recomputed or are offloaded as `plan` says.
 
-    In an eager step whole layers are recomputed; in a compiled step single tensors are recomputed, and nothing is offloaded.
+    Tiles are pieces of the sequence. In an eager step whole layers are recomputed; in a compiled step single tensors are, and nothing is
+    offloaded (moved to host memory).
     """
     step = tiled_trace(step, plan.tiles)
     return recomputed_trace(step, plan) if step.is_compiled else offloaded_trace(checkpointed_trace(step, plan.checkpointed), plan)
@@ -65,7 +66,7 @@ def planned_step(step: Trace, plan: Plan) -> Trace:
 
 
 def recomputed_slots(trace: Trace, plan: Plan) -> list[Slot]:
-    """Return the saved tensors of a compiled step that backward recomputes under `plan`."""
+    """Return the saved tensors that backward of a compiled step recomputes under `plan`."""
     chosen: dict[int, Slot] = {}
     for slot in sorted(trace.activations, key=lambda slot: slot.birth) if plan.recomputed else ():
         how = slot.recomputation
@@ -75,7 +76,7 @@ def recomputed_slots(trace: Trace, plan: Plan) -> list[Slot]:
 
 
 def recomputed_trace(trace: Trace, plan: Plan) -> Trace:
-    """Return the trace of a compiled step in which backward recomputes the tensors that `plan` names."""
+    """Return the trace of a compiled step if backward recomputes the tensors that `plan` names."""
     chosen = recomputed_slots(trace, plan)
     if not chosen:
         return trace
@@ -97,7 +98,7 @@ def _source(slot: Slot, needed: dict[int, int]) -> Slot:
 
 
 def _outputs(slot: Slot) -> list[Output]:
-    """Return the allocations of a recomputed tensor: in forward, in backward, and of intermediate results."""
+    """Return the allocations that a recomputed tensor causes: in forward, in backward, and of intermediate results."""
     how = slot.recomputation
     assert how is not None
     of_slot = slot.shape, slot.dtype, slot.nbytes
@@ -113,7 +114,7 @@ def _outputs(slot: Slot) -> list[Output]:
 
 
 def unhonoured_recomputation(step: Trace, plan: Plan) -> list[str]:
-    """Return a note, with the reason, for each tensor in `plan.recompute` that is not recomputed."""
+    """Return a note, with the reason, for each tensor that `plan.recompute` names and backward cannot recompute."""
     named = [text for text in plan.recompute if ":" in text]
     if not step.is_compiled or not plan.recomputed:
         reason = "the step is not compiled" if not step.is_compiled else "the plan has no rule for activations"
@@ -127,14 +128,17 @@ def unhonoured_recomputation(step: Trace, plan: Plan) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def layer_of(name: str) -> str:
-    """Return the layer of a saved tensor: the outermost module named by a number, else the tensor's own module."""
+    """Return the layer of a saved tensor: the outermost module that is named by a number, else the tensor's module."""
     parts = CALL.sub("", name.partition(":")[0]).split(".")
     first = next((place for place, part in enumerate(parts) if NUMBERED.fullmatch(part)), len(parts) - 1)
     return ".".join(parts[: first + 1])
 
 
 def saving_layers(step: Trace, plan: Plan) -> list[tuple[str, Layer]]:
-    """Return (path, saved tensors) of each layer that saves values, in forward order; [] without offloading."""
+    """Return (path, its saved tensors) for each layer that saves values in forward, in forward order.
+
+    The list is empty if `plan` offloads nothing (no tensor moves to host memory) or nothing can be offloaded.
+    """
     if not plan.offload or step.device != "cuda" or step.is_compiled:
         return []
     storages, rows = slot_storages(step, plan), list[tuple[int, str, Slot]]()
@@ -148,9 +152,9 @@ def saving_layers(step: Trace, plan: Plan) -> list[tuple[str, Layer]]:
 
 
 def offloaded_trace(step: Trace, plan: Plan) -> Trace:
-    """Return the trace with `Part.away` set: the ticks between which offloaded values are not on the GPU.
+    """Return the trace with `Part.away` set: the operations between which packed values are in host memory only.
 
-    Values that second forward passes of checkpointed layers pack, while backward runs, stay on the GPU.
+    `plan.offload` names the values. Values that second forward passes of checkpointed layers pack, while backward runs, stay on the GPU.
     """
     layers = [layer for _, layer in saving_layers(step, plan)]
     storages, first_read = slot_storages(step, plan) if layers else {}, dict[str, int]()
@@ -175,12 +179,12 @@ def _moved(slot: Slot, away: Span | None) -> Slot:
 
 
 def offloaded_names(step: Trace) -> set[str]:
-    """Return the names of activations whose packed values leave the GPU; `step` is from `offloaded_trace`."""
+    """Return the names of activations that move to host memory; `step` must be from `offloaded_trace`."""
     return {name for slot in step.activations if any(part.away for part in slot.parts) for name in slot.names}
 
 
 def unhonoured_offload(step: Trace, plan: Plan) -> list[str]:
-    """Return a note, with the reason, for each name or pattern in `plan.offload` that offloads nothing."""
+    """Return a note, with the reason, for each name in `plan.offload` for which nothing moves to host memory."""
     if not plan.offload:
         return []
     storages = slot_storages(step, plan)

@@ -58,7 +58,7 @@ def _rank(key: str) -> int:
 
 
 def find_product(rules: Products, path: str) -> tuple[str | None, bool]:
-    """Return the 8-bit element of the layer at `path`, or None, and whether a rule names exactly this layer."""
+    """Return (8-bit element of the layer at `path` or None, whether a rule names exactly this layer)."""
     for key, element in reversed(rules):  # the strongest first
         text = key.partition("=")[2]
         if not text or text == path or (_rank(key) == 1 and fnmatchcase(path, text)):

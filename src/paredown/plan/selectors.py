@@ -43,7 +43,7 @@ KEY_FORMS = (
 
 
 class SelectorRank(IntEnum):
-    """How specifically a rule's key matches a slot; of all rules that match, the most specific one decides."""
+    """How specifically the key of a plan's rule matches a tensor; of all rules that match, the highest rank decides."""
 
     NONE = 0
     ROLE = 1
@@ -53,7 +53,7 @@ class SelectorRank(IntEnum):
 
 @dataclass(frozen=True)
 class Selector:
-    """The condition of a plan's rule: it matches the slots (tensors) of a role, of a name pattern, or of one name."""
+    """The condition of a plan's rule: it matches all tensors of a role, of a name pattern, or one tensor by name."""
 
     role: Role | None
     name: str | None  # None: the role as a whole
@@ -90,7 +90,7 @@ class Selector:
         return (SelectorRank.PATTERN if self.is_pattern else SelectorRank.NAME), 0
 
     def rank(self, names: Sequence[str], role: Role) -> SelectorRank:
-        """Return how specifically this selector matches a slot with these names and role; NONE if it does not."""
+        """Return how specifically this selector matches a tensor with these names and role; NONE if it does not."""
         if self.role not in (None, role) and (self.role, role) != (Role.WEIGHT, Role.FROZEN):
             return SelectorRank.NONE
         if self.name is None:
@@ -102,7 +102,7 @@ class Selector:
         return SelectorRank.NONE
 
     def say(self) -> str:
-        """Return the selector in words, such as "weight slots like 'layer3.*'"."""
+        """Return the selector in words for messages, such as "weight slots like 'layer3.*'"."""
         if self.name is None:
             return str(self)
         role = f"{self.role.value} " if self.role else ""
@@ -110,7 +110,7 @@ class Selector:
 
 
 class SelectorIndex:
-    """The selectors of a plan's rules, indexed by name, so that the rule for a slot is found quickly."""
+    """Finds quickly which of a plan's rules decides for a tensor; `keys` are the selectors of the rules."""
 
     def __init__(self, keys: Iterable[Selector]) -> None:
         self.keys = tuple(keys)
@@ -121,7 +121,7 @@ class SelectorIndex:
         self._best_places: dict[tuple[tuple[str, ...], Role], int | None] = {}
 
     def best(self, names: tuple[str, ...], role: Role) -> int | None:
-        """Return the position in `keys` of the rule that decides for a slot; None if no rule matches it."""
+        """Return the index in `keys` of the rule that decides for a tensor; None if no rule matches it."""
         if (names, role) not in self._best_places:
             self._best_places[names, role] = self._best(names, role)
         return self._best_places[names, role]
@@ -136,7 +136,7 @@ class SelectorIndex:
         return index_of, (self.keys,)  # without its cache
 
     def unmatched(self, slots: Sequence[NamesAndRole]) -> list[Selector]:
-        """Return the selectors with a name or pattern that match none of the slots, given as (names, role)."""
+        """Return the selectors with a name or pattern that match none of the tensors `slots`: (names, role)."""
         by_name: dict[str, list[NamesAndRole]] = {}
         for slot in slots:
             for name in slot[0]:
@@ -148,12 +148,12 @@ class SelectorIndex:
 
 @lru_cache(maxsize=64)
 def index_of(keys: tuple[Selector, ...]) -> SelectorIndex:
-    """Return the index of these selectors, which all plans with the same selectors share."""
+    """Return the `SelectorIndex` of `keys`; it is cached, since many plans have the same selectors."""
     return SelectorIndex(keys)
 
 
 def slot_key(name: str, role: Role) -> str:
-    """Return the key of a rule that matches only the slot with this name and role, whatever characters its name has.
+    """Return the key of a rule that matches only the tensor with this name and role, whatever characters the name has.
 
     >>> slot_key("fc:input", Role.ACTIVATION), slot_key("fc.weight", Role.MOMENT1), slot_key("weight", Role.WEIGHT)
     ('fc:input', 'moment1=fc.weight', 'weight=weight')
@@ -164,7 +164,7 @@ def slot_key(name: str, role: Role) -> str:
 
 
 def first_match(texts: Iterable[str], names: Iterable[str]) -> str | None:
-    """Return the first of `texts` (names or patterns) that matches one of the slot names `names`; None if none does.
+    """Return the first of `texts` (names or patterns) that matches one of `names`; None if none does.
 
     >>> first_match(("head:input", "layers.*"), ("layers.0.mlp:input",))
     'layers.*'
@@ -173,7 +173,7 @@ def first_match(texts: Iterable[str], names: Iterable[str]) -> str | None:
 
 
 def bare_names(names: Iterable[str], role: Role) -> tuple[str, ...]:
-    """Return the names of a slot without the prefix of a rule's key: gradient=fc.weight becomes fc.weight."""
+    """Return names of tensors without a role's prefix: gradient=fc.weight becomes fc.weight for the role gradient."""
     return tuple(name.removeprefix(f"{role.value}=") for name in names)
 
 
@@ -188,7 +188,7 @@ def closest(text: str, names: Iterable[str]) -> str:
 
 
 def say_closest(key: Selector, slots: Iterable[NamesAndRole]) -> str:
-    """Return a sentence for an error message with the slot names that are most similar to a rule's key."""
+    """Return a sentence for an error message with the tensor names that are most similar to a rule's key."""
     names = {name: None for names, role in slots if key.role in (None, role) for name in names}  # in order, each once
     role_word = f"{key.role.value} " if key.role else ""
     if not names:
@@ -225,7 +225,7 @@ OFFLOADED_SLOTS = "offload is a list of slots by name or pattern, such as ['laye
 
 
 def checked_names(names: Any, what: str) -> tuple[str, ...]:
-    """Return `names` (of slots or modules, or patterns) as a tuple; raise PlanError for other types."""
+    """Return `names` (of tensors or modules, or patterns) as a tuple; raise PlanError for other types."""
     texts: tuple[Any, ...] = tuple(names) if isinstance(names, tuple | list) else (names,)
     if isinstance(names, str) or not all(isinstance(text, str) and text for text in texts):
         raise PlanError(f"{what}, not {brief(names)}.")

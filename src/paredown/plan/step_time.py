@@ -89,7 +89,7 @@ NO_TIME = StepTime(0.0, 0.0)
 
 
 def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibration) -> StepTime:
-    """Return the predicted time of the traced step under `plan`; raise CalibrationError if it is not predictable."""
+    """Return the predicted time of one training step under `plan`; raise CalibrationError if it cannot be predicted."""
     plan = plan or BASELINE
     step = step_under(trace, plan)
     if trace.is_compiled:
@@ -109,9 +109,9 @@ def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibra
 
 
 def added_time(step: Trace, plan: Plan, calibration: Calibration) -> StepTime:
-    """Return the time that a plan adds to a step by packing, activation checkpointing, tiles and copies to host memory.
+    """Return the time that packing, checkpointing, pieces (tiles) and copies to host memory under `plan` add to a step.
 
-    The time of the optimizer is not included.
+    The optimizer's time is not included.
     """
     checkpointed = planned_step(step, plan)
     again = _checkpointing(step, plan, calibration) + _tiling(step, plan, calibration)
@@ -149,7 +149,7 @@ def _packing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
 
 
 def num_watched(trace: Trace, plan: Plan) -> int:
-    """Return the number of module calls and saved tensors that the hooks of a packing session see in one step."""
+    """Return how many module calls and saved tensors the hooks of a session see in one step; each costs host time."""
     layers = _checkpointed_layers(trace, plan)
     modules = sum(not any(is_of(path, layer) for layer in layers) for path in called_modules(trace))
     return modules + sum(len(slot.names) for slot in trace.activations)
@@ -175,7 +175,7 @@ def _checkpointing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTi
 
 
 def _tiling(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
-    """Return the time that running modules over pieces adds: a second forward pass, and more calls by the host.
+    """Return the time that running modules over pieces of the sequence adds: a second forward pass, and more calls.
 
     If a module is last in a checkpointed layer, its second pass is part of the layer's second pass, and is not added.
     """
@@ -194,9 +194,10 @@ def _tiling(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
 
 
 def offload_wait(trace: Trace, plan: Plan, calibration: Calibration) -> float:
-    """Return the seconds for which a step (from `planned_step`) waits for copies to host memory and back.
+    """Return the seconds for which a step waits for copies to host memory and back.
 
-    The packed values of a layer are copied while the next layer computes, so the step waits only if the copy takes longer than that layer.
+    `trace` must be from `planned_step`. The packed values of a layer are copied while the next layer computes, so that the step waits only
+    if the copy takes longer than that layer.
     """
     layers, storages = saving_layers(trace, plan), slot_storages(trace, plan) if plan.offload else {}
     if not layers:
@@ -231,7 +232,7 @@ def num_saved(trace: Trace, layers: Sequence[str]) -> int:
 
 
 def product_of(slot: Slot) -> Operation:
-    """Return the matrix product or convolution by which backward of a compiled step recomputes `slot`."""
+    """Return the matrix product or convolution that runs again if backward of a compiled step recomputes `slot`."""
     how = slot.recomputation
     assert how is not None
     return Operation(how.op, slot.module, "backward", slot.dtype, how.flops, how.nbytes)

@@ -69,7 +69,7 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Assignment:
-    """The format (None: unmodified), rounding and overflow mode that a plan requests for a slot (one tensor).
+    """What a rule of a plan requests for a tensor: format (None: unmodified), rounding and overflow mode.
 
     If `rounding` is None, `rounding_in` chooses it: to nearest for activations, stochastic for weights, gradients and second moments and
     for other tensors of fewer than 8 bits a value, else to nearest. If `overflow` is None, large values saturate in formats with blocks,
@@ -107,11 +107,11 @@ class Assignment:
 
     @property
     def resolved_rounding(self) -> Rounding:
-        """Return the rounding of activations: the requested rounding, or else the default, which is to nearest."""
+        """Return the rounding for activations: the requested one, else to nearest."""
         return self.rounding_in(Role.ACTIVATION)
 
     def rounding_in(self, role: Role) -> Rounding:
-        """Return the rounding of tensors with this role: the requested one, or else the default.
+        """Return the rounding for tensors with this role: the requested one, else the default of the role.
 
         Sums of small changes, such as weights, are rounded stochastically in any format. A frozen weight is encoded once, when the plan is
         applied, and always to nearest. Activations are rounded to nearest by default: the values of a step are not carried to the next one,
@@ -151,9 +151,9 @@ def significant_bits(format: Format) -> int:
 
 
 def resolves_differences(format: Format) -> bool:
-    """Return whether values that differ little compared with their mean stay distinct in this format.
+    """Return whether a format keeps values distinct whose differences are small compared with their mean.
 
-    They do in formats with a minimum for each block, and in formats as precise as bf16.
+    Formats with a minimum for each block do, and formats as precise as bf16.
     """
     return format.minimum is not None or significant_bits(format) >= PRECISE_BITS
 
@@ -169,20 +169,20 @@ def with_minimum(format: Format) -> Format:
 
 
 def is_same_level(format: Format | None, other: Format | None) -> bool:
-    """Return whether `other` is equal to `format`, or is its variant with a minimum for each block."""
+    """Return whether `other` equals `format`, or is its variant with an offset (minimum) for each block."""
     return format == other or (format is not None and other is not None and other in (format, with_minimum(format)))
 
 
 def keeps_enough(format: Format, needs: Needs) -> bool:
-    """Return whether `format` is precise enough for what backward needs of a saved tensor."""
+    """Return whether `format` is precise enough for what backward needs of a saved tensor, as `needs` says."""
     is_fine = needs.pin is None or significant_bits(format) >= needs.pin.significant_bits
     return is_fine and (not needs.is_centered or resolves_differences(format))
 
 
 def resolve_format(assignment: Assignment, needs: Needs, *, dtype: str, numel: int) -> tuple[Format | None, str]:
-    """Return (format, reason): the format in which values are stored, and why it is not the requested one.
+    """Return the format in which a tensor's values are really stored, and why it is not the requested one.
 
-    The format is None if they are stored unmodified. `needs` says what backward needs of the tensor.
+    The format is None if the tensor must stay unmodified. `needs` says what backward needs of the tensor; `dtype` and `numel` are its own.
     """
     requested = assignment.format
     if requested is None or needs.use is not Use.VALUE:

@@ -38,7 +38,7 @@ SHORT = "{} runs whole, and so do {} other modules in tiles, where sequences hav
 def tiled_modules(trace: Trace, rules: Tiles) -> list[tuple[TokenModule, int]]:
     """Return (module, tokens of a piece) for each module that runs over pieces of the sequence under `rules`.
 
-    Raise PlanError for a rule that no module can follow.
+    A rule is (path or pattern of modules, tokens). Raise PlanError for a rule that no module can follow.
     """
     if trace.is_compiled:
         raise PlanError(IN_GRAPHS)
@@ -58,7 +58,7 @@ def tiled_modules(trace: Trace, rules: Tiles) -> list[tuple[TokenModule, int]]:
 
 
 def tiled_trace(trace: Trace, rules: Tiles) -> Trace:
-    """Return the trace of the same step in which the modules that `rules` name run over pieces of the sequence (tiles).
+    """Return the trace of the same step if the modules that `rules` name run over pieces of the sequence (tiles).
 
     The last result is cached on the trace.
     """
@@ -75,7 +75,7 @@ def tiled_trace(trace: Trace, rules: Tiles) -> Trace:
 
 
 def piece_bytes(pairs: Iterable[tuple[int, int]], length: int) -> int:
-    """Return the bytes that a piece of `length` tokens takes: the largest fixed + by_token * length of all `pairs`.
+    """Return the most bytes that a piece of `length` tokens takes: the largest fixed + by_token * length of `pairs`.
 
     >>> piece_bytes(((100, 2), (10, 4)), 20), piece_bytes(((100, 2), (10, 4)), 100)
     (140, 410)
@@ -84,7 +84,7 @@ def piece_bytes(pairs: Iterable[tuple[int, int]], length: int) -> int:
 
 
 class _TiledStep:
-    """The conversion of a trace to one in which the modules `tiled` run over pieces of the sequence."""
+    """Converts the trace of a step to that in which the modules `tiled` run over pieces of the sequence (tiles)."""
 
     def __init__(self, trace: Trace, tiled: list[tuple[TokenModule, int]]) -> None:
         self._before, self._tiled = trace, sorted(tiled, key=lambda pair: -pair[0].forward[0])  # as backward runs them
@@ -93,7 +93,6 @@ class _TiledStep:
         self._backward = sorted((module.backward, place) for place, (module, _) in enumerate(self._tiled))
 
     def trace(self) -> Trace:
-        """Return the trace of the step in which the modules run over pieces of the sequence."""
         slots, outputs = list[Slot](), list[Output]()
         for row in (*self._before.outputs, *self._before.slots):
             kept: Slot | Output | None = row
@@ -110,7 +109,7 @@ class _TiledStep:
         return replace(self._before, slots=tuple(self._with_weights(slots)), outputs=tuple(outputs))
 
     def _near(self, row: Slot | Output) -> list[int]:
-        """Return the indices of the tiled modules that may change an entry of the trace, in backward's order."""
+        """Return the indices of modules run over pieces that may change a tensor or allocation, as backward runs."""
         found = {self._at(self._forward, row.birth), self._at(self._backward, row.birth), self._at(self._backward, row.birth - 1)}
         found |= {self._at(self._backward, row.used)} if isinstance(row, Output) else {self._around(row.module)}
         found |= {self._around(saver.name) for saver in row.savers} if isinstance(row, Slot) else set()
@@ -118,18 +117,18 @@ class _TiledStep:
 
     @staticmethod
     def _at(spans: list[tuple[tuple[int, int], int]], tick: int) -> int:
-        """Return the index in `spans` ((first tick, last tick), index) of the span that contains `tick`, or -1."""
+        """Return the index of the module that runs at `tick`, or -1; `spans` has ((first tick, last tick), index)."""
         before = bisect_right(spans, tick, key=lambda pair: pair[0][0]) - 1
         return spans[before][1] if before >= 0 and tick <= spans[before][0][1] else -1
 
     def _around(self, name: str) -> int:
-        """Return the index of the tiled module that contains the module or saved tensor `name`; -1 if none does."""
+        """Return the index of the module run over pieces that contains the module or saved tensor `name`, or -1."""
         parts = CALL.sub("", name.partition(":")[0]).split(".")
         paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
         return next((self._places[path] for path in paths if path in self._places), -1)
 
     def _unsaved_inputs(self, slots: list[Slot], outputs: list[Output]) -> list[Slot]:
-        """Return new slots for the inputs that only tiled modules save, and name them in `outputs`."""
+        """Return new slots (tensors): inputs saved only since modules run over pieces; name them in `outputs`."""
         number = max((slot.storage for slot in slots), default=-1)
         missing = set(self._places) - {saver.name.partition(":")[0] for slot in slots for saver in slot.savers if saver.op == TILES}
         found: list[Slot] = []
@@ -142,9 +141,9 @@ class _TiledStep:
         return found
 
     def _with_weights(self, slots: list[Slot]) -> Iterator[Slot]:
-        """Yield `slots`, where weights of tiled modules are decoded one at a time in backward.
+        """Yield `slots`, where packed weights of modules in tiles are decoded one at a time in backward.
 
-        Therefore only the largest weight of a module has a decoded copy while pieces run.
+        So only the largest weight of a module has a decoded copy while pieces run.
         """
         places = {slot.name: self._around(slot.module) for slot in slots if slot.role is Role.WEIGHT}
         weights = sorted((slot for slot in slots if slot.role is Role.WEIGHT), key=lambda slot: slot.nbytes)
@@ -159,7 +158,7 @@ class _TiledStep:
 
 
 def _pieces(module: TokenModule, length: int) -> Iterator[Output]:
-    """Yield the two allocations that stand for all pieces of a module: one in forward and one in backward."""
+    """Yield the two allocations that stand for all pieces of `length` tokens: one in forward, one in backward."""
     for (first, last), phase, pairs in (
         (module.forward, "forward", module.in_forward),
         (_second_pass(module), "backward", module.in_backward),
@@ -169,16 +168,16 @@ def _pieces(module: TokenModule, length: int) -> Iterator[Output]:
 
 
 def _second_pass(module: TokenModule) -> tuple[int, int]:
-    """Return the first and last tick of backward at which the pieces of `module` run.
+    """Return the first and last operation (tick) of backward while the pieces of `module` run.
 
-    The first tick of the module's backward is left out, since the layer around the module may run again in it.
+    The first one of the module's backward is left out, since the layer around the module may run again in it.
     """
     first, last = module.backward
     return min(first + 1, last), last
 
 
 def _output(output: Output, module: TokenModule) -> Output | None:
-    """Return what the allocation `output` becomes if `module` runs in tiles; None if it is inside of the module."""
+    """Return the allocation `output` as it is if `module` runs over pieces of the sequence; None if it is inside."""
     (start, end), (first, last) = module.forward, module.backward
     if output.phase == "forward" and start <= output.birth <= end:
         return replace(output, birth=start) if output.death > end else None  # the module's output
@@ -191,10 +190,9 @@ def _output(output: Output, module: TokenModule) -> Output | None:
 
 
 def _slot(slot: Slot, module: TokenModule, length: int) -> Slot | Output | None:
-    """Return what the saved tensor `slot` becomes if `module` runs in tiles.
+    """Return the tensor `slot` as it is stored if `module` runs over pieces of the sequence (tiles).
 
-    That is an allocation if nothing saves the tensor any more, and None for a tensor inside of the module. `length` is the last tick of the
-    step.
+    It becomes an allocation if no operation saves it any more, and None if it is inside of the module. `length` is the step's last tick.
     """
     start, end = module.forward
     if slot.role is Role.GRADIENT and module.backward[0] <= slot.birth <= module.backward[1]:
@@ -212,7 +210,7 @@ def _slot(slot: Slot, module: TokenModule, length: int) -> Slot | Output | None:
 
 
 def _made_inside(slot: Slot, module: TokenModule) -> Slot | Output | None:
-    """Return what the tensor `slot`, created in `module`, becomes with tiles; None unless it is the output."""
+    """Return the tensor `slot`, created in `module`, as it is if pieces run; None unless it is the module's output."""
     start, end = module.forward
     savers = tuple(saver for saver in slot.savers if not is_of(saver.name, module.path))
     if savers:
@@ -224,7 +222,7 @@ def _made_inside(slot: Slot, module: TokenModule) -> Slot | Output | None:
 
 
 def _saved_input(slot: Slot, module: TokenModule) -> Slot:
-    """Return the slot of a module's input, which tiles store unmodified until backward of the module is done."""
+    """Return the saved tensor (slot) of an input, stored unmodified until `module` has run backward over its pieces."""
     others = tuple(saver for saver in slot.savers if not is_of(saver.name, module.path))
     parts = tuple(part for part in slot.parts if any(saver.use is part.use for saver in others))
     saver, part = _saver(module), _part(module)
@@ -236,7 +234,7 @@ def _saved_input(slot: Slot, module: TokenModule) -> Slot:
 
 
 def _input_of(output: Output, module: TokenModule, storage: int) -> Slot:
-    """Return a new slot for the module's input `output`, which is saved only with tiles."""
+    """Return a saved tensor (slot) for `output`, an input of `module` that is saved only since it runs over pieces."""
     of_output = output.shape, output.dtype, output.nbytes, output.birth, max(output.death, module.backward[1])
     saver, dropped = _saver(module), max(output.death, module.forward[1])
     rest = prod(output.shape), storage, dropped, (saver,), (_part(module),)
@@ -252,7 +250,7 @@ def _part(module: TokenModule) -> Part:
 
 
 def say_tiles(rules: Tiles) -> list[str]:
-    """Return a line of text for each length of pieces (tiles), with the modules that run over pieces of that length.
+    """Return one text for each length of pieces (tiles), with the modules that run over pieces of that length.
 
     >>> say_tiles((("layers.*", 64), ("head", 64)))
     ['in tiles of 64 tokens: layers.*, head']

@@ -76,7 +76,11 @@ class Saver:
 
 @dataclass(frozen=True)
 class Part:
-    """The packed data of a saved tensor for one use in backward, with the ticks of packing, decoding and release."""
+    """The packed data of a saved tensor for one use in backward, such as values or signs, with ticks of its lifetime.
+
+    A tick is the position of an operation in the step. The data is stored from `packed` to `released` and decoded in the spans `decoded`,
+    if a plan packs the tensor.
+    """
 
     use: Use
     packed: Tick
@@ -91,10 +95,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Recomputation:
-    """A way in which backward of a compiled step could recompute a saved tensor from other tensors, and its cost.
+    """How backward of a compiled step could recompute a saved tensor from other tensors, and at what cost.
 
-    `sources` are the numbers of the storages that the tensor is computed from, which are then stored unmodified. `op`, `flops` and `nbytes`
-    are the matrix product or convolution that runs, and the bytes that it reads and writes; other tensors in between take `written_bytes`.
+    `sources` are the numbers of the storages that the tensor is computed from, which must then be stored unmodified. `op`, `flops` and
+    `nbytes` are the matrix product or convolution that would run, and the bytes that it reads and writes; intermediate results take
+    `written_bytes`.
     """
 
     sources: tuple[StorageNumber, ...]
@@ -161,10 +166,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Output:
-    """An allocation by an operation of the step, with its lifetime in ticks (positions of operations in the step).
+    """The memory that an operation of the step allocated, with its lifetime in ticks (positions of operations).
 
-    `slot` is the name of the slot that the memory belongs to, "" for a temporary. `used` is the tick of the last operation that read it, -1
-    if unknown; a variable of the program may hold the memory longer.
+    `slot` names the saved tensor or gradient that the memory belongs to, "" for a temporary. `used` is the tick of the last operation that
+    read it, -1 if unknown; a variable of the program may hold the memory longer.
     """
 
     op: str
@@ -203,8 +208,8 @@ class TokenModule:
     """A module that a step calls once, and the memory that it takes if it runs over pieces of the sequence.
 
     `whole` is the reason why it cannot run in pieces, "" if it can. `tokens` is the length of the sequence; `forward` and `backward` are
-    its first and last tick there. `in_forward` and `in_backward` give the bytes inside while pieces run, without its input, output and
-    their gradients.
+    its first and last operation (tick) there. `in_forward` and `in_backward` give the bytes inside while pieces run, without its input,
+    output and their gradients.
     """
 
     path: str
@@ -257,15 +262,15 @@ class Trace:
 
     @property
     def kept_activations(self) -> tuple[Slot, ...]:
-        """Return the activations that exist when backward begins, not those saved when layers run again."""
+        """Return the activations that exist when backward begins, without those that second forward passes save."""
         return tuple(slot for slot in self.activations if slot.birth <= self.backward_at)
 
     def of(self, role: Role) -> tuple[Slot, ...]:
-        """Return the slots (tensors of the step) that have this role."""
+        """Return the tensors of the step (slots) that have this role."""
         return tuple(slot for slot in self.slots if slot.role is role)
 
     def slot(self, name: str, role: Role | None = None) -> Slot:
-        """Return the slot (tensor of the step) with this name and role (None: an activation or a weight)."""
+        """Return the tensor of the step with this name and role; with `role` None, an activation or a weight."""
         roles = (Role.ACTIVATION, Role.WEIGHT) if role is None else (role,)
         matches = [slot for slot in self.slots if name in slot.names and slot.role in roles]
         if not matches:
@@ -319,12 +324,12 @@ ROWS = ("slots", "outputs", "operations", "token_modules")  # fields that are wr
 
 
 def index_dtype(bound: int | None, dtype: str) -> str:
-    """Return the narrowest integer dtype for saved indices below `bound`; `dtype` if `bound` is not known."""
+    """Return the narrowest integer dtype for indices that are below `bound`; with `bound` None, `dtype`, their own."""
     return next((name for limit, name, _ in INDEX_DTYPES if bound is not None and bound <= limit), dtype)
 
 
 def index_bytes(bound: int | None, itemsize: int) -> int:
-    """Return the bytes of one saved index below `bound`, in the narrowest dtype; `itemsize` without a bound.
+    """Return the bytes of one saved index below `bound`, in the narrowest dtype; with `bound` None, `itemsize`.
 
     >>> index_bytes(200, 8), index_bytes(50257, 8), index_bytes(None, 8)
     (1, 4, 8)
@@ -333,7 +338,7 @@ def index_bytes(bound: int | None, itemsize: int) -> int:
 
 
 def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Result]:
-    """Return a function like `compute` that runs once for each trace and caches its result on the trace."""
+    """Return a function like `compute` that computes once for each trace and stores its result on the trace."""
     name = f"_{compute.__name__}"
 
     @wraps(compute)
@@ -346,7 +351,7 @@ def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Res
 
 
 def _once(slots: tuple[Slot, ...]) -> list[Slot]:
-    """Return one slot for each torch storage, so that shared bytes count once, and all without a known storage."""
+    """Return `slots` with only one of those that share a torch storage, so that shared bytes count once."""
     seen: set[int] = set()
     return [slot for slot in slots if slot.storage == -1 or not (slot.storage in seen or seen.add(slot.storage))]
 
@@ -355,7 +360,7 @@ def _once(slots: tuple[Slot, ...]) -> list[Slot]:
 
 
 def check_trace(trace: Trace) -> None:
-    """Raise TraceError if the times, sizes or slots of a trace that was read from a file contradict each other."""
+    """Raise TraceError if times, sizes or tensors of a trace, such as one read from a file, contradict each other."""
     if trace.device not in DEVICES:
         raise TraceError(f"device of a trace is {' or '.join(DEVICES)}, not {brief(trace.device)}.")
     if trace.length > MAX_TICKS:
@@ -370,7 +375,10 @@ def check_trace(trace: Trace) -> None:
 
 
 def check_token_modules(modules: tuple[TokenModule, ...], backward_at: int, length: int) -> None:
-    """Raise TraceError if ticks of a module are not in the order forward, backward, or if its pieces are too large."""
+    """Raise TraceError if a module's ticks do not go from forward to backward, or its pieces are too large.
+
+    `backward_at` is the tick at which backward begins, `length` the last tick of the step.
+    """
     for module in modules:
         (start, end), (first, last) = module.forward, module.backward
         if not module.whole and not (0 <= start <= end <= backward_at <= first <= last <= length):
@@ -381,7 +389,7 @@ def check_token_modules(modules: tuple[TokenModule, ...], backward_at: int, leng
 
 
 def check_row(row: Slot | Output | Part, length: int) -> None:
-    """Raise TraceError if a time of `row` is after the tick `length`, or if a lifetime ends before it begins."""
+    """Raise TraceError if an entry of a trace has a tick after `length`, or a lifetime that ends before it begins."""
     kind = type(row).__name__.lower()
     where = f"{kind} {brief(row.name)}" if isinstance(row, Slot) else kind
     for first, begin, last, end in _lifetimes(row):
@@ -395,7 +403,7 @@ def check_row(row: Slot | Output | Part, length: int) -> None:
 
 
 def _lifetimes(row: Slot | Output | Part) -> Iterator[tuple[str, int, str, int]]:
-    """Yield the lifetimes in an entry of a trace as (word, begin, word, end), with words for error messages."""
+    """Yield each lifetime in an entry of a trace as (word, begin, word, end); the words are for error messages."""
     if isinstance(row, Slot | Output):
         yield "born at", row.birth, "dead at", row.death
     if isinstance(row, Output):
@@ -410,7 +418,7 @@ def _lifetimes(row: Slot | Output | Part) -> Iterator[tuple[str, int, str, int]]
 
 
 def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int) -> None:
-    """Raise TraceError if a slot or an allocation is impossible, or if two of them contradict each other."""
+    """Raise TraceError if a tensor or allocation of a trace is impossible, or if two of them contradict each other."""
     for row in (*slots, *outputs):
         check_row(row, length)
     total = sum(row.nbytes * _copies(row) for row in (*slots, *outputs))
@@ -430,7 +438,7 @@ def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int
 
 
 def _copies(row: Slot | Output) -> int:
-    """Return how many copies of a tensor (original, packed or decoded) can be in memory at the same time at most."""
+    """Return how many copies of a tensor (original, packed or decoded) can be in memory at the same time, at most."""
     return 1 + (len(row.running) + sum(1 + len(part.decoded) for part in row.parts) if isinstance(row, Slot) else 0)
 
 
@@ -457,7 +465,7 @@ def _check_uses(slot: Slot) -> None:
 
 
 def _check_names(slots: tuple[Slot, ...]) -> None:
-    """Raise TraceError if two slots of one role, or two operations that saved activations, share a name."""
+    """Raise TraceError if two tensors (slots) of one role, or two operations that saved activations, share a name."""
     seen: set[tuple[Role, str]] = set()
     for slot in slots:
         keys = (

@@ -52,7 +52,7 @@ BITS = Format.parse("uint4/64@bf16+bf16").bits_per_value  # of inputs of norms i
 
 @dataclass(frozen=True)
 class Partition:
-    """A forward graph and, unless nothing needs a gradient, a backward graph, split from AOTAutograd's joint graph.
+    """A forward graph and a backward graph, split from AOTAutograd's joint graph; `backward` is None without gradients.
 
     The outputs of forward from index `num_outputs` on are the tensors saved for backward.
     """
@@ -64,9 +64,10 @@ class Partition:
 
 @dataclass
 class CapturedGraph:
-    """A graph of a compiled step, split into forward and backward for unpacked, packed and 4-bit activations.
+    """A graph of a compiled step, split into forward and backward in three ways, by what sessions do with activations.
 
-    `joint` has facts about the nodes of the graph before it was split.
+    They are stored unmodified (`plain`), packed (`packed`) or packed in 4 bits (`in_4_bits`). `joint` has facts about the nodes before the
+    split.
     """
 
     plain: Partition
@@ -75,17 +76,16 @@ class CapturedGraph:
     joint: JointGraph
 
     def num_ticks(self, *, is_backward: bool) -> int:
-        """Return how many ticks a call of the forward or backward graph takes, one for each node."""
+        """Return how many ticks of the step's timeline a call of the forward or backward graph takes."""
         graphs = [part.backward if is_backward else part.forward for part in (self.plain, self.packed, self.in_4_bits)]
         return max(len(gm.graph.nodes) for gm in graphs if gm is not None)
 
 
 @dataclass
 class GraphCall:
-    """One call of a compiled graph, with the ticks (times in the step) at which its forward and its backward began.
+    """One call of a compiled graph, with the ticks of the step's timeline at which its forward and backward began.
 
-    `backward_at` is -1 if backward did not run. `held` has the allocations of outputs that forward both returns and saves, by names of
-    nodes.
+    `backward_at` is -1 if backward did not run. `held` maps nodes to the allocations of outputs that forward both returns and saves.
     """
 
     graph: CapturedGraph
@@ -96,9 +96,9 @@ class GraphCall:
 
 @dataclass(frozen=True, eq=False)
 class AllPartitions(CustomPartitionerFn):
-    """A partitioner for torch.compile that splits each graph in the three ways of `CapturedGraph`.
+    """A partitioner for torch.compile that splits each joint graph in all three ways of `CapturedGraph`.
 
-    It calls `on_graph` with the result, and returns to torch the graphs without packed activations.
+    It calls `on_graph` with the result, and returns to torch the split in which activations are unmodified.
     """
 
     on_graph: Callable[[CapturedGraph], None]
@@ -109,7 +109,7 @@ class AllPartitions(CustomPartitionerFn):
         return "paredown trace"
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return forward and backward graph without packing, and call `on_graph` with all three splits."""
+        """Return forward and backward graph with unmodified activations; call `on_graph` with all three splits."""
         joint = joint_graph(gm, options)
         packed = partition(gm, joint_inputs, options, on_cuda=self.on_cuda)
         saved = chains_to_save(packed[1].graph, dict.fromkeys((node.name for node in packed[0].graph.nodes), BITS))
@@ -125,7 +125,7 @@ class AllPartitions(CustomPartitionerFn):
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph module with new nodes of the same names, faster than partitioning again."""
+    """Return a copy of a graph module whose nodes have the same names."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.output_node().meta = dict(gm.graph.output_node().meta)
@@ -133,7 +133,7 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 class GraphCapture:
-    """Runs forward of a training step under torch.compile on fake tensors, and records calls of its graphs."""
+    """Runs forward of a training step under torch.compile on fake tensors, and records each call of a graph."""
 
     def __init__(self, step: FakeStep) -> None:
         self.step, self.calls = step, list[GraphCall]()
@@ -142,7 +142,7 @@ class GraphCapture:
         self._forms = DeviceForms(step.device, step.fakes, in_graph=True) if step.device == "cuda" else nullcontext()
 
     def __deepcopy__(self, memo: Any) -> GraphCapture:
-        """Return this object itself, so that Lightning can copy arguments of torch.compile that contain it."""
+        """Return this object itself, since Lightning copies the arguments of torch.compile, which refer to it."""
         return self
 
     def forward(self, arguments: Arguments) -> Any:
@@ -165,7 +165,7 @@ class GraphCapture:
 
     @contextmanager
     def _recorded_loss(self) -> Generator[None]:
-        """Return a context that records operations of a loss in chunks, which run between two graphs."""
+        """Return a context that records the operations of a loss in chunks, which run outside of graphs."""
         step = self.step
 
         @contextmanager
@@ -178,7 +178,7 @@ class GraphCapture:
 
     @contextmanager
     def _evaluated_in_forms(self) -> Generator[None]:
-        """Return a context in which Dynamo computes shapes and dtypes as on the target device of the trace."""
+        """Return a context in which Dynamo computes shapes and dtypes as on the device of the trace."""
         run_node = dynamo_utils.run_node
 
         def run_in_forms(*args: Any, **keywords: Any) -> Any:
@@ -189,7 +189,7 @@ class GraphCapture:
             yield
 
     def _backend(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Return a function that runs Dynamo's graph `gm` on fake tensors, after partitioning the graph."""
+        """Return the function that Dynamo calls in place of its graph `gm`; it runs on fake tensors."""
         partitioner = AllPartitions(self._on_partition, on_cuda := self.step.device == "cuda")
         patches = {"custom_partitioner_fn": partitioner, "shape_padding": on_cuda}
         outputs = self.step.head.in_graph(gm, inputs) if self.step.head is not None else None
@@ -240,17 +240,16 @@ class GraphCapture:
         return run
 
     def _begin(self, graph: CapturedGraph, *, is_backward: bool) -> int:
-        """Advance the step's timeline by one call of a graph, and return the tick at which the call begins."""
+        """Advance the step's timeline by the ticks of one graph call, and return the call's first tick."""
         timeline = self.step.timeline
         begin = timeline.current_tick + 1
         timeline.current_tick += graph.num_ticks(is_backward=is_backward)
         return begin
 
     def _register(self, outputs: Sequence[Any], gm: fx.GraphModule, begin: int, held: dict[str, Allocation]) -> None:
-        """Record the outputs of a call of `gm`, which began at the tick `begin`, as allocations.
+        """Record the outputs of a call of `gm`, which began at the time (tick) `begin`, as allocations.
 
-        Saved outputs become slots of the trace later. `held` is filled with the allocations of outputs that are both saved and returned, by
-        node.
+        Outputs that forward also saves for backward are entered in `held` by node; they become saved tensors of the trace later.
         """
         timeline, end = self.step.timeline, self.step.timeline.current_tick
         memory = GraphMemory(gm.graph)
@@ -270,7 +269,7 @@ class GraphCapture:
 
 
 def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return a function that calls `run` and then empties its list of arguments, so that AOTAutograd frees them."""
+    """Return a function that calls `run` and then empties the list of arguments, as AOTAutograd asks of a backend."""
 
     def call(args: list[Any]) -> Any:
         outputs = run(args)
@@ -282,7 +281,7 @@ def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
-    """Return the outputs of forward, where tensors that are both saved and returned are copied."""
+    """Return the outputs of forward with copies of those saved tensors that share memory with a returned one."""
     returned = {value.untyped_storage()._cdata for value in outputs[:num_outputs] if isinstance(value, Tensor)}
     saved = [
         value.clone() if isinstance(value, Tensor) and value.untyped_storage()._cdata in returned else value
@@ -293,7 +292,7 @@ def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
 
 @contextmanager
 def _padding(device: str) -> Generator[None]:
-    """Return a context in which Inductor pads large matrix products as on a GPU, without timing them."""
+    """Return a context in which Inductor pads large matrix products as on a GPU, without timing what is faster."""
 
     def should_pad(match: Any, mat1: Tensor, mat2: Tensor, *args: Any, **keywords: Any) -> bool:
         sizes = [*mat1.shape[-2:], mat2.shape[-1]]

@@ -47,9 +47,9 @@ MASK_USES = (Use.SIGN, Use.INSIDE, Use.MASK)
 
 @dataclass(frozen=True)
 class GraphTimes:
-    """The buffers of a forward and a backward graph, and the times (ticks of the step) at which the graphs are called.
+    """One call of a forward and a backward graph: their buffers, and when in the step each is written and read.
 
-    `end` is the last time of the step. `backward` is None for a graph without gradients.
+    Times are ticks of the step; `end` is the last one. `backward` is None for a graph without gradients.
     """
 
     partition: Partition
@@ -65,7 +65,7 @@ class GraphTimes:
         return next((p for p in found if p.name == node.name), None)
 
     def born(self, buffer: Buffer) -> int:
-        """Return the time in the step at which forward writes `buffer`."""
+        """Return the tick of the step at which forward writes `buffer`."""
         return self.call.forward_at + max(buffer.birth, 0)
 
     def encoded(self, buffer: Buffer) -> int:
@@ -85,31 +85,31 @@ class GraphTimes:
         return at - is_convolved
 
     def read_in_forward(self, buffer: Buffer) -> int:
-        """Return the time in the step at which forward reads `buffer` last."""
+        """Return the last tick of the step at which forward reads `buffer`."""
         return self.call.forward_at + max(buffer.death, 0)
 
     def returned(self) -> dict[Buffer, Allocation]:
-        """Return the allocations of buffers that forward both saves and returns to its caller."""
+        """Return the allocations of those buffers that forward both saves and returns to its caller."""
         nodes = {node.name: node for node in self.partition.forward.graph.nodes}
         pairs = ((self.forward.of(nodes[name]), allocation) for name, allocation in self.call.held.items() if name in nodes)
         return {buffer: allocation for buffer, allocation in pairs if buffer is not None}
 
     def held_until(self, buffer: Buffer) -> int:
-        """Return the time at which the caller of the graph frees `buffer`; 0 if forward did not return the buffer."""
+        """Return the time (tick) at which the caller of the graph frees `buffer`, an output; 0 for other buffers."""
         allocation = self.returned().get(buffer)
         return 0 if allocation is None else self.end if allocation.death is None else allocation.death
 
     def reads(self, node: fx.Node) -> tuple[int, int]:
-        """Return the first and the last time at which backward reads a saved tensor, given by its node in forward.
+        """Return the first and last tick at which backward reads the saved tensor of `node`, a node of forward.
 
-        If backward does not run, both are the end of the step.
+        Both are the end of the step if backward does not run.
         """
         return self.reads_of(self.placeholder(node))
 
     def decoded(self, node: fx.Node) -> tuple[int, int]:
-        """Return the first and the last time at which backward decodes a tensor that forward saves packed.
+        """Return the first and last time (tick) at which backward decodes the tensor of `node` if it is packed.
 
-        Comparisons of its values do not count, since forward computes them.
+        Comparisons with its values do not count, since forward stores their results as masks.
         """
         first, last = self.reads(node)
         placeholder = self.placeholder(node)
@@ -119,14 +119,14 @@ class GraphTimes:
         return (self.call.backward_at + times[0], self.call.backward_at + times[-1]) if times else (first, last)
 
     def reads_of(self, node: fx.Node | None) -> tuple[int, int]:
-        """Return the first and the last time at which a node of the backward graph is read."""
+        """Return the first and last time (tick) at which backward reads `node`, a node of the backward graph."""
         if self.backward is None or node is None or self.call.backward_at < 0:
             return self.end, self.end
         times = self.backward.reads(node) or [0]
         return self.call.backward_at + min(times), self.call.backward_at + max(times)
 
     def is_overwritten(self, node: fx.Node) -> bool:
-        """Return whether the last kernel that reads a saved tensor writes a result of the same size over it."""
+        """Return whether the last kernel that reads a saved tensor may write its result over it."""
         placeholder = self.placeholder(node)
         source = self.backward.of(placeholder) if self.backward is not None and placeholder is not None else None
         if self.backward is None or source is None or not source.reads:
@@ -136,9 +136,9 @@ class GraphTimes:
 
 
 class StepSlots:
-    """The slots (saved tensors) and allocations of a compiled step, with graphs split as `partition_of` returns.
+    """The slots (saved tensors) and allocations of a compiled step, made of the calls of its graphs.
 
-    `end` is the last time of the step.
+    `partition_of` chooses how each graph is split into forward and backward. `end` is the last tick of the step.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class StepSlots:
         self.outputs += _returned(times, set(by_buffer), self._end)
 
     def _slots(self, buffer: Buffer, nodes: list[fx.Node], times: GraphTimes) -> Iterator[tuple[fx.Node, Slot]]:
-        """Yield a slot for each saved tensor in one buffer; either all of them are packed or none."""
+        """Yield a slot for each saved tensor in one buffer; if one of them cannot be packed, none is."""
         found = [(node, self._slot(node, buffer, self._numbers[buffer], times)) for node in nodes]
         if any(slot.role is Role.ACTIVATION and slot.stays for _, slot in found):
             found = [(node, slot if slot.stays else replace(slot, stays=SHARED)) for node, slot in found]
@@ -220,7 +220,7 @@ class StepSlots:
         )
 
     def _recomputation(self, node: fx.Node, times: GraphTimes) -> Recomputation | None:
-        """Return how backward could recompute a saved tensor, given by its node; None if it cannot."""
+        """Return how backward could recompute the saved tensor of `node`; None if it cannot."""
         tensor = self._recomputable.get(node.name)
         if tensor is None or times.call.backward_at < 0:
             return None
@@ -231,9 +231,9 @@ class StepSlots:
         return Recomputation(tuple(sorted(sources)), *cost, *times.reads(node))
 
     def _with_comparisons(self, made: dict[fx.Node, Slot], times: GraphTimes) -> list[Slot]:
-        """Return the slots `made`, with additions for each mask that backward would compute from packed tensors.
+        """Return the slots `made`, with a mask for each comparison that backward makes with packed tensors only.
 
-        Such a mask is stored in exact bits, as one more part of its tensor's slot or as a slot of its own.
+        Such a mask is stored in bits, as one more part of its tensor's slot or as a slot of its own.
         """
         slots = dict(made)
         packable = {node.name: node for node, slot in made.items() if slot.parts and slot.parts[0].use is Use.VALUE}
@@ -253,7 +253,6 @@ class StepSlots:
         return [*slots.values(), *extra]
 
     def _mask_slot(self, mask: fx.Node, nbytes: int, birth: int, death: int) -> Slot:
-        """Return the slot of a mask that the compiled step stores in bits under any plan."""
         storage, self._num_storages = self._num_storages, self._num_storages + 1
         name = _place(mask)
         saver = Saver(name, aten_name(mask), "mask", Use.EXACT)
@@ -272,7 +271,7 @@ def _saved(partition: Partition) -> list[fx.Node]:
 
 
 def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
-    """Return the operations that saved a tensor, and the reason why plans cannot pack it ("" if they can)."""
+    """Return the operations that saved the tensor of `node`, and why no plan can pack it ("" if a plan can)."""
     value: Tensor = node.meta["val"]
     own, place = _place(node), aten_name(node)
     if _is_gradient(node):
@@ -293,7 +292,7 @@ def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
 
 
 def _without_small(made: dict[fx.Node, Slot]) -> dict[fx.Node, Slot]:
-    """Return the slots of a graph, the smallest marked as unmodified, as sessions on a GPU leave them."""
+    """Return the saved tensors `made`, the smallest marked as unmodified, since sessions on a GPU do not pack them."""
     sizes = {node: slot.nbytes for node, slot in made.items() if slot.parts and slot.parts[0].use is Use.VALUE}
     largest = max_left_bytes(list(sizes.values()))
     small = {node for node, nbytes in sizes.items() if nbytes <= largest}
@@ -303,17 +302,17 @@ def _without_small(made: dict[fx.Node, Slot]) -> dict[fx.Node, Slot]:
 
 
 def _is_gradient(node: fx.Node) -> bool:
-    """Return whether a saved node is a gradient that a loss computed in chunks already has in forward."""
+    """Return whether `node`, which forward saves, is a gradient that a loss in chunks computes in forward."""
     return bool(node.all_input_nodes) and aten_name(node.all_input_nodes[0]) == LOSS_OPERATOR
 
 
 def _place(node: fx.Node) -> str:
-    """Return a slot name, "module:node", for a saved tensor to which no operation gives a name."""
+    """Return the slot name "module:node" for a saved tensor that no operation names."""
     return f"{module_path(node.meta.get('nn_module_stack'))[0]}:{node.name}"
 
 
 def _is_written(placeholder: fx.Node | None) -> bool:
-    """Return whether a decoded tensor is written to memory, because an operation that Inductor cannot fuse reads it."""
+    """Return whether a decoded tensor is written to memory, since an operation that Inductor cannot fuse reads it."""
     if placeholder is None or is_boolean(placeholder):
         return False
     stack, seen = list(placeholder.users), set[fx.Node]()
@@ -330,7 +329,7 @@ def _is_written(placeholder: fx.Node | None) -> bool:
 
 
 def _comparisons(backward: fx.GraphModule | None, packed: set[str]) -> Iterator[tuple[fx.Node, set[str]]]:
-    """Yield (node, names of tensors) for each comparison that backward computes from packed tensors alone."""
+    """Yield (node, names of tensors) for each boolean tensor that backward computes only from the tensors `packed`."""
     of: dict[fx.Node, set[str]] = {}
     of_tangents: set[fx.Node] = set()
     for node in backward.graph.nodes if backward is not None else ():
@@ -348,7 +347,7 @@ def _comparisons(backward: fx.GraphModule | None, packed: set[str]) -> Iterator[
 
 
 def with_unique_names(slots: list[Slot]) -> list[Slot]:
-    """Return the slots, some renamed so that all names differ."""
+    """Return the slots, some renamed so that no two operations that saved tensors share a name."""
     counts = Counter(saver.name for slot in slots for saver in slot.savers)
     taken: Counter[str] = Counter()
     named: list[Slot] = []
@@ -378,7 +377,7 @@ def _recomputed(backward: GraphMemory) -> set[fx.Node]:
 
 
 def _temporaries(memory: GraphMemory, begin: int, phase: str, compared: Collection[fx.Node] = ()) -> Iterator[Output]:
-    """Yield an allocation for each buffer that lives within one call of a graph, which begins at the time `begin`.
+    """Yield an allocation for each buffer that lives only within one call of a graph; it begins at the time `begin`.
 
     Comparisons of the nodes `compared` do not read their buffers.
     """
@@ -395,7 +394,7 @@ def _temporaries(memory: GraphMemory, begin: int, phase: str, compared: Collecti
 
 
 def _returned(times: GraphTimes, saved: set[Buffer], end: int) -> Iterator[Output]:
-    """Yield an allocation for each tensor that a graph both returns and saves, except buffers in `saved`."""
+    """Yield an allocation for each buffer that a graph both returns and saves, except those in `saved`."""
     for buffer, allocation in times.returned().items():
         if buffer not in saved:
             death = end if allocation.death is None else allocation.death
@@ -407,9 +406,9 @@ def _returned(times: GraphTimes, saved: set[Buffer], end: int) -> Iterator[Outpu
 
 
 def compiled_trace(base: Trace, capture: GraphCapture, decoded: Collection[str] = ()) -> Trace:
-    """Return the trace of a compiled step, where `base` is the trace of everything outside of the compiled graphs.
+    """Return the trace of a compiled step, from the recorded graphs and `base`, the trace of all operations outside.
 
-    `decoded` are the names of the frozen weights that graphs decode.
+    `decoded` names the packed frozen weights that graphs decode.
     """
     outside = tuple(
         replace(slot, stays=slot.stays or OUTSIDE_OF_GRAPHS) if slot.role is Role.ACTIVATION else slot
@@ -428,9 +427,9 @@ def compiled_trace(base: Trace, capture: GraphCapture, decoded: Collection[str] 
 
 
 def _frozen_weights(base: Trace, decoded: Collection[str]) -> Iterator[Slot]:
-    """Yield the slots of `base`, where frozen weights are changed to be stored as compiled graphs store them.
+    """Yield the tensors (slots) of `base`, with frozen weights as compiled graphs store them.
 
-    The largest decoded weight has its decoded copy during the whole step, an upper bound: graphs decode one weight at a time.
+    Those in `decoded` may be packed. The largest has a decoded copy during the whole step, an upper bound: graphs decode one at a time.
     """
     largest = max((slot for slot in base.slots if slot.name in decoded), key=lambda slot: slot.nbytes, default=None)
     for slot in base.slots:
@@ -443,7 +442,7 @@ def _frozen_weights(base: Trace, decoded: Collection[str]) -> Iterator[Slot]:
 
 
 def _numbered(slots: tuple[Slot, ...]) -> Iterator[Slot]:
-    """Yield the slots, with storage numbers outside of graphs that differ from those inside of graphs."""
+    """Yield the slots of tensors outside of graphs, with storage numbers that no slot inside of graphs has."""
     for slot in slots:
         yield replace(slot, storage=-1000 - slot.storage) if slot.role is Role.ACTIVATION and slot.storage >= 0 else slot
 

@@ -45,11 +45,11 @@ log = logging.getLogger("paredown")
 def calibrate(
     device: str | None = None, *, traces: Sequence[Trace] = (), is_forced: bool = False, has_present_host: bool = False
 ) -> Calibration:
-    """Return the measured costs of this device, from the file in the cache folder, or measured now and written to it.
+    """Return the measured costs of this device, from a file in the cache folder, or else measured now.
 
-    `device` is "cuda" or "cpu"; None is "cuda" if there is a GPU. `traces` are steps whose operations are timed one by one and added to the
-    file. `is_forced` measures again in any case. `has_present_host` measures again how fast the host is, which other work on the machine
-    changes from one minute to the next.
+    Costs that are measured are written to the file. `device` is "cuda" or "cpu"; None is "cuda" if there is a GPU. `traces` are steps whose
+    operations are timed one by one and added to the file. With `is_forced`, everything is measured again. With `has_present_host`, only the
+    speed of the host is, which other work on the machine changes from one minute to the next.
     """
     kind = checked_device(device)
     if not all(isinstance(trace, Trace) for trace in traces):
@@ -102,7 +102,7 @@ def measure_device(device: str) -> Calibration:
 
 
 def checked_device(device: str | None) -> str:
-    """Return "cuda" or "cpu" (None: "cuda" if there is a GPU); raise CalibrationError if it is absent."""
+    """Return `device`, "cuda" or "cpu", or for None the GPU if there is one; raise CalibrationError if it is absent."""
     kind = str(device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
     if kind not in DEVICES:
         raise CalibrationError(f"device {brief(device)} cannot be measured. Allowed: {', '.join(DEVICES)}.")
@@ -118,9 +118,9 @@ def _on(trace: Trace, device: str) -> Trace:
 
 
 def calibration_for(trace: Trace) -> tuple[Calibration | None, str]:
-    """Return (the calibration of the trace's device, ""), or (None, the reason why there is none).
+    """Return (the calibration for the device of `trace`, ""), or (None, the reason why there is none).
 
-    On a GPU, operations of the trace that were never timed are timed first, which takes seconds.
+    On a GPU, operations of the trace that were never timed are timed now, which takes seconds.
     """
     found, reason = find_calibration(trace.device)
     is_present = trace.device == "cuda" and present_device_name(trace.device) is not None

@@ -35,7 +35,7 @@ FLOAT_DTYPES = {"cuda": (torch.bfloat16, torch.float32), "cpu": (torch.float32, 
 
 
 def device_seconds(call: Callable[[], object], device: str) -> float:
-    """Return the seconds that one call takes on the device, measured after calls that warm it up."""
+    """Return the seconds that one `call()` takes on the device, after calls that warm it up."""
     call()
     if device == "cpu":
         call()
@@ -45,7 +45,7 @@ def device_seconds(call: Callable[[], object], device: str) -> float:
 
 
 def num_calls_of(seconds: float) -> int:
-    """Return how many calls to time together if each call takes `seconds`.
+    """Return how many calls to time together if one takes `seconds`: fewer of long calls.
 
     >>> [num_calls_of(seconds) for seconds in (1e-5, 1e-3, 0.1)]
     [6, 4, 1]
@@ -60,7 +60,10 @@ def _cpu_seconds(call: Callable[[], object]) -> float:
 
 
 def cuda_seconds(call: Callable[[], object], num_calls: int, sleep_seconds: float = SLEEP_SECONDS) -> float:
-    """Return the GPU's seconds for one call, the mean over `num_calls` that were issued while it slept."""
+    """Return the GPU's seconds for one `call()`, the mean over `num_calls` that were issued while the GPU slept.
+
+    `sleep_seconds` must be longer than the host takes to issue all calls.
+    """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     torch.cuda._sleep(int(sleep_seconds * CYCLES_PER_SECOND))
@@ -73,7 +76,7 @@ def cuda_seconds(call: Callable[[], object], num_calls: int, sleep_seconds: floa
 
 
 def empty_operation(device: str, num_calls: int) -> float:
-    """Return the host seconds of the smallest operation (one addition), the mean over `num_calls` calls."""
+    """Return the host seconds of one small operation (an addition of one value), the mean over `num_calls`."""
     x = torch.ones(1, device=device)
     if device == "cuda":
         torch.cuda.synchronize()
@@ -84,7 +87,7 @@ def empty_operation(device: str, num_calls: int) -> float:
 
 
 def bandwidths(device: str) -> dict[str, float]:
-    """Return the measured bytes per second of memory-bound operations by kind, and of copies to and from the host."""
+    """Return the measured bytes per second of each kind of memory-bound operation, and of copies to the host."""
     rows, width = ROWS[device]
     x = torch.randn(LARGE[device], device=device, dtype=torch.bfloat16)
     table = torch.randn(rows, width, device=device)
@@ -112,15 +115,15 @@ def bandwidths(device: str) -> dict[str, float]:
 
 
 def smallest_kernel(device: str) -> float:
-    """Return the device seconds of a small kernel, which adds a number to few values."""
+    """Return the device seconds of a kernel on a few values, the least that any operation takes."""
     x = torch.ones(SMALL[device], device=device)
     return device_seconds(lambda: x.add_(1.0), device)
 
 
 def flop_rates(device: str) -> dict[str, tuple[tuple[float, float], ...]]:
-    """Return the measured flops per second of matrix products, 3 x 3 convolutions and attention.
+    """Return the measured flops per second of matrix products, 3 x 3 convolutions and attention, by kind and dtype.
 
-    For each kind and dtype these are pairs (flops, flops per second) at rising sizes.
+    Each is a list of pairs (flops, flops per second) at rising sizes.
     """
     rates: dict[str, tuple[tuple[float, float], ...]] = {}
     for dtype in FLOAT_DTYPES[device]:
@@ -133,7 +136,7 @@ def flop_rates(device: str) -> dict[str, tuple[tuple[float, float], ...]]:
 
 
 def _products(device: str, dtype: torch.dtype, beyond: int = 0) -> Iterator[tuple[float, float]]:
-    """Yield (flops, flops per second) of growing matrix products; the second factor has `beyond` more columns."""
+    """Yield (flops, flops per second) of growing matrix products, with `beyond` more columns in the result."""
     for size in PRODUCTS[device][: -1 if dtype is torch.float32 and device == "cuda" else None]:
         a, b = torch.randn(size, size, device=device, dtype=dtype), torch.randn(size, size + beyond, device=device, dtype=dtype)
         flops = 2.0 * size * size * (size + beyond)
@@ -157,7 +160,7 @@ def _attention(device: str, dtype: torch.dtype) -> Iterator[tuple[float, float]]
 
 
 def codec_seconds(text: str, device: str) -> tuple[float, float, float]:
-    """Return (encoded bytes per second, decoded bytes per second, seconds of one launch) of a format.
+    """Return (encoded bytes per second, decoded bytes per second, seconds of a launch) for the format `text`.
 
     Bytes are those of the bf16 tensor that is encoded.
     """

@@ -54,9 +54,9 @@ OPERATIONS = {"decode": 14, "unpack_bits": 4}  # operations in the kernel of one
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory that a kernel of a graph writes, with the times of writing (`birth`) and reading (`reads`).
+    """Memory that one kernel of a graph writes and others read, as Inductor would allocate it.
 
-    A time is a position in the order of kernels. Inputs of the graph have birth -1.
+    `birth` is the time of writing and `reads` are those of reading: positions in the order of kernels. Inputs of the graph have birth -1.
     """
 
     node: fx.Node
@@ -75,13 +75,13 @@ class Buffer:
 
     @property
     def death(self) -> int:
-        """Return the last time at which the buffer holds memory of its own."""
+        """Return the last time at which the buffer has memory of its own, before another output may take it over."""
         return max([self.birth, *self.reads]) - self.is_reused
 
 
 @dataclass(eq=False)
 class GraphValue:
-    """The value of a node of a graph, in `buffer`, or, if that is None, computed again by each reader."""
+    """What a node of a graph computes: it is stored in `buffer`, or if that is None, each reader computes it again."""
 
     node: fx.Node
     buffer: Buffer | None = None
@@ -94,7 +94,7 @@ class GraphValue:
 
 
 class GraphMemory:
-    """The buffers that Inductor allocates for a graph, with the times at which kernels write and read them."""
+    """The buffers that Inductor would allocate for a graph, with the times at which kernels write and read them."""
 
     def __init__(self, graph: fx.Graph, *, on_cuda: bool = False) -> None:
         self._on_cuda, self._keeps_layout = on_cuda, keeps_layout(graph)
@@ -109,19 +109,19 @@ class GraphMemory:
         self._reuse()
 
     def of(self, node: fx.Node) -> Buffer | None:
-        """Return the buffer that stores a node's values; None if every kernel that needs them computes them itself."""
+        """Return the buffer that stores a node's values; None if each kernel that needs them computes them itself."""
         value = self._values.get(node)
         return value.buffer if isinstance(value, GraphValue) else None
 
     def reads(self, node: fx.Node) -> list[int]:
-        """Return the times at which kernels read a node's buffer or, if it has none, compute its values."""
+        """Return the times at which kernels read a node's buffer, or if it has none, compute its values anew."""
         buffer = self.of(node)
         if buffer is not None:
             return buffer.reads
         return self._reads_behind(node, skips_booleans=False)
 
     def value_reads(self, node: fx.Node) -> list[int]:
-        """Return the times of kernels that need a node's values, and not only comparisons of them."""
+        """Return the times of the kernels that need the values of a node, not only a comparison of them."""
         return self._reads_behind(node, skips_booleans=True)
 
     def _reads_behind(self, node: fx.Node, *, skips_booleans: bool) -> list[int]:
@@ -198,7 +198,7 @@ class GraphMemory:
         return value
 
     def _is_stored(self, value: GraphValue, node: fx.Node) -> bool:
-        """Return whether Inductor writes the value of a pointwise operation to memory."""
+        """Return whether Inductor writes the value of this pointwise operation to memory, for its readers."""
         users, num_reads = list(readers_of(node)), len(value.sources)
         if num_reads > MAX_ACCUMULATED_READS or any(user.op == "output" for user in users):
             return True
@@ -208,7 +208,7 @@ class GraphMemory:
         return is_needed or num_reads > MAX_READS or value.operations > MAX_OPERATIONS
 
     def _realize(self, value: GraphValue, at: int) -> Buffer:
-        """Return the buffer of a value that is read at the time `at`; allocate one if the value has none."""
+        """Return the buffer of a value that is read at the time `at`; make one if the value has none."""
         if value.buffer is None:
             made = self._buffered(value.node, value.node.meta.get("val"), "pointwise", value.sources, at)
             value.buffer = made.buffer
@@ -236,7 +236,7 @@ class GraphMemory:
     # --- kernels ---
 
     def _schedule(self) -> None:
-        """Set the times at which buffers are written and read, from the order of the kernels."""
+        """Set the times at which buffers are written and read, by the predicted order of kernels."""
         order = kernel_order(self.buffers)
         self.num_kernels = len(set(order.values()))
         for buffer in self.buffers:
@@ -248,7 +248,7 @@ class GraphMemory:
         self.buffers = [buffer for buffer in self.buffers if not buffer.is_removed and buffer.nbytes]
 
     def _reuse(self) -> None:
-        """Mark buffers over which the last kernel that reads them writes its own output of the same size."""
+        """Mark each buffer over which the last kernel that reads it writes an output of the same size."""
         by_birth: dict[int, list[Buffer]] = {}
         for buffer in self.buffers:
             by_birth.setdefault(buffer.birth, []).append(buffer)
@@ -264,7 +264,7 @@ class GraphMemory:
 
 
 def _is_over_last_dimensions(node: fx.Node) -> bool:
-    """Return whether a reduction is over the last dimensions of its input, which are adjacent in memory."""
+    """Return whether a reduction is over the last dimensions of its input, whose values are adjacent in memory."""
     source = node.all_input_nodes[0].meta.get("val")
     dims: Any = node.args[1] if len(node.args) > 1 else None
     if not isinstance(source, Tensor) or not isinstance(dims, list | tuple | int):
@@ -275,26 +275,26 @@ def _is_over_last_dimensions(node: fx.Node) -> bool:
 
 
 def _domain(node: fx.Node, result: Any, kind: str) -> int:
-    """Return the number of elements that the kernel of a node loops over."""
+    """Return the number of elements that the kernel of a node loops over; only kernels of the same number are fused."""
     value = node.all_input_nodes[0].meta.get("val") if kind == "reduction" and node.all_input_nodes else result
     return prod(hint(size) for size in value.shape) if isinstance(value, Tensor) else 0
 
 
 def _flash_workspace(query: Any) -> int:
-    """Return the bytes of workspace of flash attention's backward; `query` is the node of its queries."""
+    """Return the workspace in bytes of flash attention's backward; `query` is the graph's node of the queries."""
     num, heads, length, width = (hint(size) for size in query.meta["val"].shape)
     return 4 * num * heads * round_up(length, FLASH_ROWS) * (1 + round_up(width, FLASH_COLUMNS))
 
 
 def _loss_scratch(node: fx.Node) -> int:
-    """Return the bytes that the operator of a loss computed in chunks allocates beside its inputs and results."""
+    """Return the bytes that the operator `node`, a loss in chunks, allocates beside its inputs and results."""
     values = [arg.meta["val"] if isinstance(arg, fx.Node) else None for arg in node.args[:-1]]
     tensors = tuple((tuple(hint(size) for size in v.shape), v.dtype) if v is not None else None for v in values)
     return scratch_bytes(name_of(node), tensors, str(node.args[-1]))
 
 
 def _transposed_bytes(node: fx.Node) -> int:
-    """Return the bytes of channels_last copies that cuDNN makes of a 16-bit convolution's operands.
+    """Return the bytes of the channels_last copies that cuDNN makes of the operands of `node`, a 16-bit convolution.
 
     In forward it copies the input and the output; in backward the output's gradient and the input, and then the output's gradient and the
     input's gradient. Measured for the U-Net of bench_compile.py on one H200: 0.086 GiB where this function returns 0.078. Measured peaks of
@@ -309,7 +309,7 @@ def _transposed_bytes(node: fx.Node) -> int:
 
 
 def _nbytes(value: Any) -> int:
-    """Return the bytes of a tensor's memory, including gaps between its strides; 0 for other values."""
+    """Return the bytes of a tensor's memory, with the gaps that its strides leave; 0 for other values."""
     if not isinstance(value, Tensor):
         return 0
     sizes = [(hint(size), hint(stride)) for size, stride in zip(value.shape, value.stride(), strict=True)]
@@ -323,7 +323,7 @@ def _nbytes(value: Any) -> int:
 
 @dataclass(eq=False)
 class Kernel:
-    """One kernel of a graph, which writes `buffers`; Inductor may fuse it with another kernel.
+    """One kernel of a graph, which writes `buffers`, while it is decided which kernels Inductor would fuse.
 
     `first` is the index of its first buffer in the graph. `domain` is the number of elements that it loops over, 0 if it cannot be fused.
     """
@@ -334,7 +334,7 @@ class Kernel:
     axis: str
 
     def can_join(self, other: Kernel) -> bool:
-        """Return whether Inductor could fuse this kernel with `other`, apart from cycles of dependencies."""
+        """Return whether Inductor could fuse this kernel with `other`, if no cycle of dependencies results."""
         if not self.domain or self.domain != other.domain or (self.axis and other.axis and self.axis != other.axis):
             return False
         if abs(self.first - other.first) > MAX_DISTANCE or len(self.buffers) + len(other.buffers) > MAX_FUSED:
@@ -344,7 +344,7 @@ class Kernel:
 
 
 class Kernels:
-    """The kernels of a graph, which are joined step by step in the way in which Inductor fuses them."""
+    """The kernels of a graph; `join_all` fuses them as Inductor would, from which their order follows."""
 
     def __init__(self, buffers: list[Buffer]) -> None:
         is_alone = [buffer.kind in ("extern", "scatter") for buffer in buffers]
@@ -365,7 +365,7 @@ class Kernels:
                 self.of.update(dict.fromkeys(b.buffers, a))
 
     def sources(self, kernel: Kernel) -> list[Kernel]:
-        """Return the other kernels that write buffers which `kernel` reads."""
+        """Return the other kernels whose results `kernel` reads."""
         found = dict.fromkeys(self.of[s] for b in kernel.buffers for s in b.sources if s in self.of)
         return [other for other in found if other is not kernel]
 
@@ -383,7 +383,7 @@ class Kernels:
 
 
 def _pairs(buffers: list[Buffer]) -> Iterator[tuple[int, Buffer, Buffer]]:
-    """Yield (shared bytes, buffer, buffer) for each pair of buffers that one kernel could write."""
+    """Yield (shared bytes, buffer, buffer) for each pair of buffers that a fused kernel could write together."""
     sources = dict.fromkeys(source for buffer in buffers for source in buffer.sources)
     for shared in sources:
         users = [b for b in (shared, *shared.readers) if b.kind in ("pointwise", "reduction")]
@@ -392,7 +392,7 @@ def _pairs(buffers: list[Buffer]) -> Iterator[tuple[int, Buffer, Buffer]]:
 
 
 def kernel_order(buffers: list[Buffer]) -> dict[Buffer, int]:
-    """Return the position of the kernel of each buffer in the order in which kernels run."""
+    """Return the position of each buffer's kernel in the order in which the fused kernels run."""
     kernels = Kernels(buffers)
     kernels.join_all(buffers)
     placed: dict[Kernel, int] = {}
@@ -410,7 +410,7 @@ def kernel_order(buffers: list[Buffer]) -> dict[Buffer, int]:
 def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...], settings: str) -> int:
     """Return the most bytes that the operator `name` of a loss in chunks allocates beside its results.
 
-    They are measured by running the operator on fake tensors of these shapes and dtypes. `settings` is the text of its `OperatorSettings`.
+    They are measured by a run on fake tensors of the shapes and dtypes `tensors`. `settings` is the text of its `OperatorSettings`.
     """
     device = OperatorSettings.parse(settings).device
     return _scratch_bytes(name, tensors, settings, (CHUNK_BYTES.get(device), KERNEL_DEVICES.get(device)))
@@ -418,7 +418,6 @@ def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] 
 
 @lru_cache(maxsize=64)
 def _scratch_bytes(name: str, tensors: tuple[Any, ...], settings: str, constants: tuple[Any, ...]) -> int:
-    """Return the result of `scratch_bytes`; `constants` is only part of the cache's key."""
     device, fakes = OperatorSettings.parse(settings).device, FakeTensors()
     timeline = Timeline(lambda: "", device=device)
     with fakes.mode, torch.no_grad():

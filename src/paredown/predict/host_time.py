@@ -72,12 +72,12 @@ class StepSeconds(NamedTuple):
         return sum(self)
 
     def scaled(self, factor: float) -> StepSeconds:
-        """Return these seconds times `factor`, the seconds of a host that takes `factor` times as long."""
+        """Return these seconds times `factor`, for a host that takes `factor` times as long."""
         return StepSeconds(*(factor * seconds for seconds in self))
 
 
 class SmallNetwork:
-    """A small network whose training steps are timed under plans, to measure the host's time for calls."""
+    """A network so small that the host limits its training steps; they are timed to measure host time."""
 
     def __init__(self, name: str, layers: str, batch: tuple[Tensor, ...], **sizes: int) -> None:
         self.name, self.layers, self.batch, self.sizes = name, layers, batch, sizes
@@ -96,9 +96,9 @@ class SmallNetwork:
         return trace_step(self.build().cpu(), batch, loss=_loss, optimizer="adamw", device=self.device, autocast=dtype)
 
     def seconds(self, *plans: Plan | None, is_ours: bool = False) -> list[StepSeconds]:
-        """Return the median host seconds of the network's steps under each plan; the plans take turns.
+        """Return the median host seconds of the network's steps under each of `plans`, where None is the baseline.
 
-        A plan of None is the baseline. `is_ours` says whether the optimizer is AdamW of paredown.optim; otherwise it is that of torch.
+        Steps under the plans take turns. With `is_ours`, the optimizer is AdamW of paredown.optim, otherwise that of torch.
         """
         models = [self.build() for _ in plans]
         sessions = [start_session(plan, model) for plan, model in zip(plans, models, strict=True) if plan is not None]
@@ -113,12 +113,12 @@ class SmallNetwork:
         return [StepSeconds(*map(median, zip(*rows, strict=True))) for rows in zip(*turns, strict=True)]
 
     def _turn(self, pairs: Sequence[tuple[nn.Module, torch.optim.Optimizer]]) -> list[tuple[float, float, float]]:
-        """Run two steps of each pair, and return (forward, backward, optimizer) seconds of the second."""
+        """Run two steps of each (model, optimizer), and return (forward, backward, optimizer) seconds of the second."""
         self.empty_operations.append(empty_operation(self.device, EMPTY_CALLS))
         return [(self.step(*pair), self.step(*pair))[1] for pair in pairs]
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:
-        """Run one training step, and return the host seconds of forward with loss, backward and optimizer."""
+        """Run one training step; return the host seconds of forward with loss, of backward and of the optimizer."""
         if self.device == "cuda":
             torch.cuda.synchronize()
         times = [time.perf_counter()]
@@ -139,7 +139,7 @@ class SmallNetwork:
         return [slot for slot in self.trace.activations if storages[slot.name].packs]
 
     def packing_one(self, plan: Plan) -> Plan:
-        """Return a plan that packs only one of the tensors that `plan` would pack."""
+        """Return a plan that packs only one of the tensors that `plan` packs."""
         slot = self.packed(plan)[0]
         return Plan(((f"activation={slot.name}", plan.find(slot.names, Role.ACTIVATION)),))
 
@@ -150,11 +150,11 @@ class SmallNetwork:
 
     @cached_property
     def paths(self) -> list[str]:
-        """Return the module paths of the network's layers."""
+        """Return the module paths of the network's repeated layers."""
         return outermost(modules_of(self.trace), (self.layers,))
 
     def count(self, phases: Sequence[str], of: Callable[[Operation], float] = lambda one: one.op == VIEW) -> float:
-        """Return the sum of `of(operation)` over operations of `phases`; by default the number of views."""
+        """Return the sum of `of(operation)` over all calls in `phases`; by default the number of views."""
         return sum(one.count * of(one) for one in self.trace.operations if one.phase in phases)
 
 
@@ -163,7 +163,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def small_networks(device: str) -> list[SmallNetwork]:
-    """Return a transformer and a residual network whose saved tensors are just large enough to be packed."""
+    """Return two networks to time, a transformer and a ResNet, whose saved tensors are just large enough to pack."""
     ids = torch.randint(64, (1, 64), device=device)
     pictures, labels = torch.randn(1, 3, 32, 32, device=device), torch.randint(10, (1,), device=device)
     gpt = {"vocabulary": 64, "dim": 64, "num_layers": 4, "num_heads": 2, "context": 64}
@@ -171,7 +171,7 @@ def small_networks(device: str) -> list[SmallNetwork]:
 
 
 class HostMeasurement:
-    """A measurement of the host's time for packing, checkpointing and calls, by steps of small networks.
+    """Measures the host's time for packing, checkpointing and calls, by steps of small networks.
 
     `draft` is a calibration of the device whose host costs are not measured yet.
     """
@@ -184,8 +184,8 @@ class HostMeasurement:
     def costs(self, text: str, is_late: Callable[[], bool]) -> tuple[HostCost, float]:
         """Return the measured costs of the host, and its seconds for packing a tensor in the format `text`.
 
-        If `is_late()` is true, packed weights are not measured, since their optimizer has kernels to compile: a packed weight is taken to
-        cost as much as two packed tensors.
+        If `is_late()` is true, packed weights are not measured, since kernels of their optimizer would be compiled: a packed weight is
+        taken to cost as much as two packed tensors.
         """
         packing = Plan.uniform(activation=text)
         with _without_collection():
@@ -215,9 +215,9 @@ class HostMeasurement:
         return cost, packed
 
     def _calls(self, phases: Sequence[str], empty: float) -> list[float]:
-        """Return for each network the host seconds that calling its operations in `phases` takes.
+        """Return, for each network, the host seconds of calling its operations in `phases`.
 
-        `empty` is the host seconds of an empty operation.
+        `empty` is the host seconds of an empty operation, in which calls are measured.
         """
         ratios, draft = self.calls.issued, self.draft
 
@@ -227,7 +227,7 @@ class HostMeasurement:
         return [network.count(phases, seconds) for network in self.networks]
 
     def _unit(self, rows: Sequence[StepSeconds], empty: float) -> float:
-        """Return the host seconds of a step of the first network, by which SHARES are multiplied.
+        """Return the host seconds of a step of the first network, which SHARES divides among kinds of calls.
 
         On the CPU, the computation of the step's operations is left out. `rows` has the baseline's seconds of each network, `empty` the
         seconds of an empty operation.
@@ -238,7 +238,7 @@ class HostMeasurement:
         return _share([one for part in rest for one in part], [self._shares(network) for network in self.networks])
 
     def _shares(self, network: SmallNetwork) -> float:
-        """Return the share of the first network's step that `network`'s views, calls and gradients take."""
+        """Return the time of all views, module calls and gradients of `network`, in steps of the first network."""
         counts = {"view": network.count(FORWARD), "backward_view": network.count(BACKWARD)}
         counts |= {"module_call": len(called_modules(network.trace)), "gradient": len(network.trace.of(Role.GRADIENT))}
         return sum(SHARES[name] * count for name, count in counts.items())
@@ -246,7 +246,7 @@ class HostMeasurement:
     def _packed(
         self, rows: Sequence[StepSeconds], few: Sequence[StepSeconds], all_packed: Sequence[StepSeconds], plan: Plan
     ) -> tuple[float, float]:
-        """Return the host seconds for a module call or saved tensor in a session, and for a packed tensor.
+        """Return the host seconds for each module call or saved tensor in a session, and for each packed tensor.
 
         `rows`, `few` and `all_packed` are the seconds of each network's step with no packed tensor, with one, and with all that `plan`
         packs.
@@ -259,7 +259,7 @@ class HostMeasurement:
         return _share(added, [num_watched(one.trace, plan) for one in self.networks]), packed
 
     def _checkpointed(self, rows: Sequence[StepSeconds], checkpointed: Sequence[StepSeconds]) -> float:
-        """Return the host seconds for each tensor that a checkpointed layer saves."""
+        """Return the host seconds for each tensor that a layer under activation checkpointing saves."""
         added: list[float] = []
         for network, baseline, other in zip(self.networks, rows, checkpointed, strict=True):
             inside = [one for one in network.trace.operations if any(is_of(one.module, path) for path in network.paths)]
@@ -275,12 +275,12 @@ class HostMeasurement:
 
 
 def with_present_host(calibration: Calibration) -> Calibration:
-    """Return the calibration scaled to the speed that the host has now, measured in a third of a second."""
+    """Return the calibration with host times scaled to the speed that the host has now, which is measured."""
     return calibration.with_host_speed(HostSpeed(calibration)(PRESENT_STEPS))
 
 
 class HostSpeed:
-    """A measurement of how fast the host is now, compared with the time of the calibration."""
+    """Measures how fast the host is now, by steps of a small network that were also timed at calibration."""
 
     def __init__(self, calibration: Calibration) -> None:
         self._network, self._seconds = small_networks(calibration.device)[0], calibration.host.step
@@ -290,7 +290,7 @@ class HostSpeed:
             self._network.step(*self._pair)
 
     def __call__(self, num_steps: int = SPEED_STEPS) -> float:
-        """Return the median time of `num_steps` steps divided by their time at calibration."""
+        """Return the median time of `num_steps` steps, divided by that at calibration: above 1 for a slower host."""
         with _without_collection():
             _, *steps = [sum(self._network.step(*self._pair)) for _ in range(1 + num_steps)]
         return median(steps) / self._seconds
@@ -302,7 +302,7 @@ def _share(seconds: Sequence[float], counts: Sequence[float]) -> float:
 
 @contextmanager
 def _without_collection() -> Generator[None]:
-    """Return a context without Python's garbage collection, which would add its time to some of the measured steps."""
+    """Return a context in which Python does not collect garbage, which would make some of the steps longer."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -38,9 +38,10 @@ OUTSIDE = "it is outside of the model"
 
 @dataclass(eq=False)
 class StoredPart:
-    """The packed data of a saved tensor for one use in backward, and how often autograd holds it (`handles`).
+    """The packed data of a saved tensor for one use in backward, such as values or signs, in a traced step.
 
-    `packed` and `released` are the ticks at which it is packed and freed. Integers are all below `bound`, which is None if unknown.
+    `handles` counts how often autograd holds it. `packed` and `released` are the times (ticks) at which it is packed and freed. If it is
+    integers, all are below `bound`, which is None if unknown.
     """
 
     use: Use
@@ -53,7 +54,7 @@ class StoredPart:
 
 @dataclass(eq=False)
 class SavedStorage:
-    """A storage that operations saved for backward, or a small view of a storage; it becomes one slot of the trace."""
+    """A torch storage, or a small view of one, that operations saved for backward: one saved tensor of the trace."""
 
     allocation: Allocation
     shape: tuple[int, ...]
@@ -74,17 +75,17 @@ class SavedStorage:
 
     @property
     def becomes_result(self) -> bool:
-        """Return whether a session multiplies in place in the decoded copy of this tensor."""
+        """Return whether the operation that reads the decoded copy in backward writes its result into it."""
         return self.in_second_pass and [saver.op for saver in self.savers] == ["mul"]
 
     @property
     def first(self) -> int:
-        """Return the index of the operation that names the slot: the first that needs the values, else 0."""
+        """Return the index in `savers` of the operation that names the tensor: the first that needs values, else 0."""
         return next((i for i, saver in enumerate(self.savers) if saver.use is Use.VALUE), 0)
 
 
 class SavedHandle:
-    """The object that autograd holds in place of a saved tensor while a step is traced."""
+    """What autograd holds in place of a saved tensor while a step is traced, as if the tensor were packed."""
 
     def __init__(self, recorder: Recorder, unit: SavedStorage, part: StoredPart, tensor: Tensor) -> None:
         self._recorder, self.unit, self._part = recorder, unit, part
@@ -95,7 +96,7 @@ class SavedHandle:
         part.handles += 1
 
     def tensor(self) -> Tensor:
-        """Return a tensor that backward gets in place of the saved one: the last decoded copy, or a new one."""
+        """Return the tensor that backward gets in place of the saved one: the last decoded copy, or a new one."""
         return self._recorder.decode(self.unit, self._part).as_strided(*self._view)
 
     def __del__(self) -> None:
@@ -104,7 +105,10 @@ class SavedHandle:
 
 
 class Recorder:
-    """A recorder of when each tensor that autograd saves in a fake step would be packed, decoded and freed."""
+    """Records when each tensor that autograd saves in a traced step would be packed, decoded and freed.
+
+    It holds a small object in place of each tensor. `units` become the trace's saved tensors.
+    """
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -117,9 +121,9 @@ class Recorder:
         self._sources: dict[int, tuple[Any, SavedStorage, torch.Size, tuple[int, ...]]] = {}
 
     def saved(self, saved: Saved, *, outside: str = "") -> None:
-        """Record a saved tensor, and make autograd hold a handle in its place.
+        """Record a saved tensor, and make autograd hold a `SavedHandle` in its place.
 
-        `outside` is a name prefix for tensors saved outside of the model, as by the loss; those are never packed.
+        `outside` is a name prefix for tensors that are saved outside of the model, as by the loss; these are never packed.
         """
         if saved.tensor is None:
             self.hooked[saved.module] += 1
@@ -141,7 +145,7 @@ class Recorder:
             self._pack(saved, saved.tensor, use, unit)
 
     def second_pass(self) -> Store:
-        """Return a function that records the tensors that a layer saves when its forward runs again."""
+        """Return a function that records tensors that checkpointed layers save when their forward runs again."""
         return self._saved_again
 
     def _saved_again(self, saved: Saved) -> SavedHandle | None:
@@ -153,7 +157,7 @@ class Recorder:
         return captured.packed
 
     def entered(self, path: str, args: Any) -> None:
-        """Record the arguments of a module call, which would be stored if the module were checkpointed."""
+        """Record which tensors are arguments of a call of the module `path`, as checkpointing it would store them."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         for number, tensor in enumerate(tensors):
             allocation = self.timeline.find(tensor) if tensor.requires_grad else None
@@ -181,13 +185,13 @@ class Recorder:
         return () if saved is None else (_part(saved[1], end),)
 
     def end_forward(self) -> None:
-        """Mark saved tensors that other code holds after forward: packing them would free no memory."""
+        """Mark saved tensors that other code still holds after forward, since packing them would free no memory."""
         for unit in self.units:
             if unit.allocation.death is None and not unit.stays:
                 unit.stays = HELD
 
     def leave_small(self) -> None:
-        """Mark the smallest saved tensors as not packable, since sessions on a GPU leave them unmodified."""
+        """Mark the smallest saved tensors as unmodified under every plan, since sessions on a GPU do not pack them."""
         units = [unit for unit in self.units if not unit.stays and not unit.in_second_pass]
         largest = max_left_bytes([unit.packable_bytes for unit in units])
         for unit in units:
@@ -206,12 +210,12 @@ class Recorder:
         return unit
 
     def _is_signed_by(self, node: Any, unit: SavedStorage) -> bool:
-        """Return whether the ReLU with the autograd node `node` (None: no ReLU) saved the storage `unit`."""
+        """Return whether `node`, the autograd node of a ReLU (None: there is none), saved the storage `unit`."""
         entry = self._sources.get(node._sequence_nr()) if node is not None else None
         return entry is not None and entry[0] is node and entry[1] is unit
 
     def _source(self, saved: Saved, unit: SavedStorage) -> SavedStorage | None:
-        """Return the storage from which a session would recompute the tensor `saved`; None if there is none."""
+        """Return the stored tensor from which a session would recompute `saved`; None if there is none."""
         tensor = saved.tensor
         rematerialization = rematerialization_of(tensor) if tensor is not None and unit.is_whole else None
         while tensor is not None and rematerialization is not None:
@@ -237,7 +241,7 @@ class Recorder:
         return origin
 
     def _source_of(self, node: Any) -> tuple[Any, SavedStorage, torch.Size, tuple[int, ...]] | None:
-        """Return the stored operand that a node saved, as (node, storage, size, strides); None if it is not stored."""
+        """Return the tensor that a node saved, as (node, storage, size, strides); None if it is not stored."""
         handle = stored_operand(node)
         return (node, handle.unit, *handle.layout) if handle is not None else self._sources.get(node._sequence_nr())
 
@@ -251,9 +255,9 @@ class Recorder:
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
     def decode(self, unit: SavedStorage, part: StoredPart) -> Tensor:
-        """Return a flat fake tensor that stands for the decoded values of packed data.
+        """Return a flat fake tensor that stands for the decoded values of `part`.
 
-        If a decoded copy of values is still live, that copy is returned; bits and integers are decoded anew for each use.
+        If a decoded copy of values still exists, it is returned; bits and integers are decoded anew for each use.
         """
         last = part.decoded[-1] if part.decoded else None
         if last is not None and last.death is None and part.use is Use.VALUE:
@@ -267,7 +271,7 @@ class Recorder:
 
 
 def _is_float_mask(saved: Saved, allocation: Allocation) -> bool:
-    """Return whether a saved tensor is the mask of dropout on the CPU, random bits stored as floats."""
+    """Return whether a saved tensor is the mask of dropout on the CPU, which is random bits stored as floats."""
     return saved.op == "mul" and allocation.op == RANDOM_BITS and saved.tensor is not None and not saved.tensor.requires_grad
 
 
@@ -289,9 +293,9 @@ def reason_not_packed(saved: Saved, unit: SavedStorage) -> str:
 
 
 def slots_of(recorder: Recorder, names: dict[Allocation, str], end: int) -> list[Slot]:
-    """Return a slot for each saved storage, and for each cast of a weight that backward needs.
+    """Return the trace's entries for all saved storages, and for all casts of weights that backward needs.
 
-    `names` maps the allocations of weights to their names. `end` is the last tick of the step.
+    `names` maps the allocations of weights to their names. `end` is the time at which the step ends.
     """
     numbers: dict[Allocation, int] = {}
     slots = [_slot(unit, numbers.setdefault(unit.allocation, len(numbers)), end) for unit in recorder.units]
@@ -318,7 +322,7 @@ def slots_of(recorder: Recorder, names: dict[Allocation, str], end: int) -> list
 
 
 def held_slots(held: Iterable[Allocation], end: int) -> list[Slot]:
-    """Return a slot for each tensor that is live when backward begins, but that autograd's graph does not hold."""
+    """Return the trace's entries of the allocations `held`, which exist before backward outside of autograd's graph."""
     counts: Counter[str] = Counter()
     slots: list[Slot] = []
     for number, allocation in enumerate(held):
@@ -371,10 +375,7 @@ def _slot(unit: SavedStorage, number: int, end: int) -> Slot:
 
 
 def _baseline_death(dropped: int, parts: tuple[Part, ...]) -> int:
-    """Return the tick at which a saved tensor is freed in the baseline, where nothing is packed.
-
-    `dropped` is the tick at which the original is freed if it is packed.
-    """
+    """Return the time at which a saved tensor is freed in the baseline; `dropped` is that if it is packed."""
     return max([dropped, *(part.released for part in parts), *(end for part in parts for _, end in part.decoded)])
 
 

@@ -50,10 +50,10 @@ OBJECTS = (torch.dtype, torch.layout, torch.memory_format)
 
 @dataclass(eq=False)
 class Allocation:
-    """A storage of the step: its bytes, its lifetime in ticks, and the operation that allocated it.
+    """A torch storage that exists during the step: its bytes, its lifetime in ticks, and what allocated it.
 
-    If the storage is the sum of two gradients that autograd added, `merges` are these gradients. `cast_of` is the allocation of which this
-    one is a copy in another dtype, as autocast makes of weights.
+    `merges` are the two gradients whose sum it is, if autograd added it up. `cast_of` is the allocation of which it is a copy in another
+    dtype, as autocast makes of weights.
     """
 
     nbytes: int
@@ -74,7 +74,7 @@ class Allocation:
     inputs: list[str] = field(default_factory=list[str])  # the names that it has as the input of modules, if those are checkpointed
 
     def tensor(self) -> Tensor | None:
-        """Return a live tensor on this storage; None if no tensor is live."""
+        """Return an existing tensor on this storage; None if there is none."""
         return next((tensor for view in self.views if (tensor := view()) is not None), None)
 
     def happens_in_place(self) -> bool:
@@ -84,9 +84,9 @@ class Allocation:
 
 @final
 class Timeline(TorchDispatchMode):
-    """A torch dispatch mode that records the lifetime of every storage, in ticks; every operation is one tick.
+    """A torch dispatch mode that records the lifetime of every storage, in ticks; each operation is one tick.
 
-    `where` returns the path of the module whose forward is running. Workspaces of operations on `device` are recorded too.
+    `where` returns the path of the module whose forward is running. Workspaces that operations allocate on `device` are recorded too.
     """
 
     def __init__(self, where: Callable[[], str], *, device: str = "cpu") -> None:
@@ -143,7 +143,6 @@ class Timeline(TorchDispatchMode):
             allocation.views.append(weakref.ref(value))
 
     def _record_workspace(self, nbytes: int, module: str) -> None:
-        """Record workspace memory of `nbytes` bytes that the current operation allocates and frees."""
         if nbytes:
             self.allocations.append(
                 Allocation(nbytes, self.current_tick, self.last_op, module, self.phase, (nbytes,), "uint8", death=self.current_tick)
@@ -168,7 +167,7 @@ class Timeline(TorchDispatchMode):
         self._count_kernel(str(func), tensors, flops_of(func, args, kwargs, out), _arguments_json(args, kwargs), module)
 
     def record_kernel(self, name: str, tensors: list[Tensor], flops: int, arguments: Any) -> None:
-        """Record one CUDA kernel, with arguments to repeat it, in place of a fake tensor's operations."""
+        """Record that a CUDA kernel ran, for a stand-in on fake tensors; `arguments` serve to repeat the call."""
         self._count_kernel(name, tensors, flops, _arguments_json(arguments, {}), self.module())
 
     def _count_kernel(self, op: str, tensors: list[Tensor], flops: int, arguments: str, module: str) -> None:
@@ -180,7 +179,7 @@ class Timeline(TorchDispatchMode):
         self._operations[operation] = self._operations.get(operation, 0) + 1
 
     def operations(self) -> tuple[Operation, ...]:
-        """Return the operations that ran so far; equal calls are counted in one row."""
+        """Return the operations that ran so far, where equal calls are one entry with their number."""
         return tuple(replace(operation, count=count) for operation, count in self._operations.items())
 
     def module(self) -> str:
@@ -199,15 +198,15 @@ class Timeline(TorchDispatchMode):
         return self._modules[bisect_right(self._modules, number, key=lambda pair: pair[0]) - 1][1]
 
     def tick(self) -> int:
-        """Count an event that is no operation, such as packing, as one tick, and return that tick."""
+        """Advance the time by one tick for an event that is no operation, such as packing, and return that tick."""
         self.current_tick += 1
         return self.current_tick
 
     def add(self, tensor: Tensor, *, op: str, module: str, owner: Any = None) -> Allocation:
         """Record the storage of a new tensor, and return its allocation.
 
-        `op` and `module` are the operation and the module that allocated it. `owner` is a Role, or the packed data that is decoded into the
-        storage.
+        `op` and `module` are the operation and the module that allocated it. `owner` is a Role, or the `StoredPart` that is decoded into
+        it.
         """
         storage = tensor.untyped_storage()
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
@@ -225,7 +224,7 @@ class Timeline(TorchDispatchMode):
 
     @contextmanager
     def owned_by(self, owner: Any) -> Generator[None]:
-        """Return a context in which new storages get this `owner`."""
+        """Return a context in which new storages are recorded with this `owner`, a Role or a `StoredPart`."""
         before, self._owner = self._owner, owner
         try:
             yield
@@ -242,11 +241,11 @@ class Timeline(TorchDispatchMode):
             self._is_paused = before
 
     def live(self) -> list[Allocation]:
-        """Return the allocations that exist at the current tick."""
+        """Return the allocations that exist now."""
         return list(self._live.values())
 
     def record_free(self, cdata: int) -> None:
-        """Record that a storage was freed at the current tick; `cdata` is the address of its C++ object."""
+        """Record that a storage is freed now; `cdata` is the address of its C++ object."""
         self._live.pop(cdata).death = self.current_tick
 
 
@@ -257,9 +256,9 @@ def _record_free(reference: weakref.ref[Timeline], cdata: int) -> None:
 
 
 def _arguments_json(args: Any, kwargs: Any) -> str:
-    """Return the arguments of an operation as JSON with which it can be repeated; "" if that is impossible.
+    """Return an operation's arguments as JSON from which the call can be repeated; "" if that is impossible.
 
-    It is "" if the arguments contain other values than tensors, numbers, texts and dtypes, or are long.
+    It is "" if there are values other than tensors, numbers, texts and dtypes, or if the text would be long.
     """
     try:
         text = json.dumps([_json_value(args), {name: _json_value(value) for name, value in kwargs.items()}], separators=(",", ":"))

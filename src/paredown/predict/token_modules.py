@@ -44,9 +44,9 @@ class InputShape(NamedTuple):
 
 @dataclass
 class TracedCall:
-    """A record of one call of a module: its ticks, the numbers of its autograd nodes, and its arguments.
+    """A record of one call of a module: when it ran, the numbers of its autograd nodes, and its arguments.
 
-    `x` describes the module's input; it is None unless the module gets exactly one tensor, as first argument. `rest` are its other
+    `x` describes the module's input, if the module gets exactly one tensor, as first argument; else it is None. `rest` are its other
     arguments. `num_tensors` counts the tensors among all arguments, and is -1 if there are values of other types than numbers and texts.
     """
 
@@ -62,9 +62,9 @@ class TracedCall:
 
 
 class TracedCalls:
-    """A recorder of the calls of modules with parameters in the forward pass of a traced step.
+    """Records the calls of modules with parameters in the forward pass of a traced step.
 
-    `device` is the device for which the step is traced.
+    `device` is the device for which the step is traced. `token_modules` decides by the calls which modules can run in pieces.
     """
 
     def __init__(self, model: nn.Module, timeline: Timeline, device: str) -> None:
@@ -109,9 +109,9 @@ class TracedCalls:
 
 
 def token_modules(step: Any, known: dict[Any, str | tuple[PieceBytes, PieceBytes]]) -> tuple[TokenModule, ...]:
-    """Return whether each module that a step called once can run in pieces, and with which memory.
+    """Return, for each module that a step called once, whether it can run over pieces, and the memory of a piece.
 
-    `step` is a `FakeStep` that has run. `known` caches results of other traces of the same model; those of this step are added to it.
+    Pieces are parts of the sequence. `step` must be a `FakeStep` that has run. `known` caches results for further traces of the same model.
     """
     calls = {path: made[0] for path, made in step.traced_calls.calls.items() if len(made) == 1 and made[0].end >= 0}
     again = step.traced_calls.called_again
@@ -135,14 +135,14 @@ def token_modules(step: Any, known: dict[Any, str | tuple[PieceBytes, PieceBytes
 
 
 def _key(call: TracedCall) -> Any:
-    """Return a key that is equal for calls of modules that allocate the same memory."""
+    """Return a key that is equal for calls whose modules allocate the same memory, so that one of them is measured."""
     parameters = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in call.module.named_parameters())
     training = tuple(part.training for part in call.module.modules())
     return type(call.module), repr(call.module), parameters, call.x, call.num_tensors, repr(call.rest), call.autocast, training
 
 
 def _pieces(step: Any, call: TracedCall) -> str | tuple[PieceBytes, PieceBytes]:
-    """Return the bytes of a piece in forward and in backward, or a sentence on why the module must run whole."""
+    """Return the bytes of a piece of the sequence, in forward and in backward, or why the module must run whole."""
     if call.x is None:
         return OTHER_ARGUMENTS if call.num_tensors < 0 else ARGUMENTS.format(call.num_tensors)
     if len(call.x.shape) < 2 or not call.x.dtype.is_floating_point:
@@ -167,9 +167,9 @@ def _pieces(step: Any, call: TracedCall) -> str | tuple[PieceBytes, PieceBytes]:
 
 
 def _held(step: Any, call: TracedCall, run: Callable[[Tensor], Tensor], length: int) -> tuple[list[int], list[int]]:
-    """Return the bytes at each tick of forward and of backward of two pieces of `length` tokens.
+    """Return the bytes at each operation if two pieces of `length` tokens run, as two lists: forward and backward.
 
-    Whole inputs, outputs and gradients are left out.
+    Inputs, outputs and gradients of the whole sequence are left out.
     """
     assert call.x is not None
     shape = (*call.x.shape[:-2], 2 * length, call.x.shape[-1])
@@ -187,9 +187,9 @@ def _held(step: Any, call: TracedCall, run: Callable[[Tensor], Tensor], length: 
 
 
 def _bytes_by_tick(step: Any, there: list[Tensor], run: Callable[[], list[Any]]) -> tuple[list[int], list[Any]]:
-    """Return (bytes that `run` holds at each tick, without those of its first result; its results).
+    """Return (bytes at each operation while `run()` runs, its results); bytes of the first result are left out.
 
-    `there` are tensors that exist before the call.
+    `there` are tensors that exist before the call and do not count.
     """
     timeline = Timeline(str, device=step.device)
     for tensor in there:
@@ -209,9 +209,9 @@ def _bytes_by_tick(step: Any, there: list[Tensor], run: Callable[[], list[Any]])
 
 
 def _piece_bytes(held: list[int], more: list[int]) -> PieceBytes:
-    """Return (fixed bytes, bytes per token) of each tick that may be the peak of a piece of some length.
+    """Return (fixed bytes, bytes per token) of each operation that may be the peak of a piece of some length.
 
-    `held` and `more` are the bytes at each tick for the shorter and the longer piece of LENGTHS.
+    `held` and `more` are the bytes at each operation for the shorter and the longer piece of LENGTHS.
     """
     pairs: set[tuple[int, int]] = set()
     for few, many in zip(held, more, strict=True):

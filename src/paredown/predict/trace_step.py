@@ -85,16 +85,15 @@ def trace_step(
 
 
 def _is_of_loss(slot: Slot) -> bool:
-    """Return whether a cross entropy saved the tensor of this slot."""
     return any(saver.op.strip("_").startswith(CROSS_ENTROPY) for saver in slot.savers)
 
 
 @dataclass(frozen=True, eq=False)
 class StepTracer:
-    """Traces one training step: without a session, and as a session runs it if that differs.
+    """Traces one training step: without a session, and also as sessions run it if that is different.
 
-    `options` are the dtype of autocast (or None), and whether the model is compiled. `known_modules` caches the results of `token_modules`
-    from earlier traces of this step.
+    `options` are the dtype of autocast (or None), and whether the model is compiled. `known_modules` caches results of `token_modules` for
+    further traces of this step.
     """
 
     model: nn.Module
@@ -107,17 +106,17 @@ class StepTracer:
     known_modules: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     def trace(self, head: Any = None) -> Trace:
-        """Return the trace of the step as sessions run it, which contains the step without packing.
+        """Return the trace of the step as sessions run it; if others run it differently, it contains that trace too.
 
-        `head` is the output head whose loss is computed in chunks, or None.
+        `head` is the output head of a language model whose loss is computed in chunks, or None.
         """
         trace, has_hidden = self._trace(head, in_session=False)
         return replace(self._trace(head, in_session=True)[0], without_packing=trace) if has_hidden else trace
 
     def _trace(self, head: Any, *, in_session: bool) -> tuple[Trace, bool]:
-        """Return the trace of the step, and whether in-place operations hide tensors that they save from the trace.
+        """Return the trace of the step, and whether in-place operations hide from it what autograd saves.
 
-        `in_session` says whether views that modules return are replaced as in sessions, so that these operations hide nothing.
+        With `in_session`, views that modules return are replaced as sessions do it, so that nothing is hidden.
         """
         fakes = FakeTensors()
         with with_fake_tensors(self.model, fakes), with_fake_tensors(self.loss_module, fakes):
@@ -133,7 +132,7 @@ class StepTracer:
 def _run(
     step: FakeStep, arguments: Arguments, loss: Callable[..., Tensor] | None, autocast: torch.dtype | None, compiled: bool
 ) -> Callable[[Trace], Trace]:
-    """Run the step on fake tensors, and return a function that adds a compiled step's graphs to its trace."""
+    """Run the step on fake tensors; return a function that adds the compiled graphs, if any, to the step's trace."""
     if not compiled:
         step.run(arguments, loss, autocast)
         return lambda trace: trace
@@ -154,7 +153,6 @@ def _device(device: Any) -> str:
 
 
 def _as_dict(batch: Any) -> Any:
-    """Return a batch that is a mapping of any type as a dict, and any other batch unchanged."""
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
@@ -167,7 +165,7 @@ class TraceBuilder:
         self._router_ids = {id(p) for p in router_weights(step.model).values() if not p.requires_grad}
 
     def trace(self, state: OptimizerState, batch: Any, autocast: torch.dtype | None, known_modules: dict[Any, Any]) -> Trace:
-        """Return the trace of the step that ran; `known_modules` caches results of earlier traces of it."""
+        """Return the trace of the step that ran; `known_modules` caches results for further traces of the step."""
         end = self.step.timeline.tick()
         slots = [self._persistent_slot(name, role, tensor, end) for name, role, tensor in self.step.initial_tensors]
         slots += [self._gradient_slot(name, p, end, is_released=name in state.released) for name, p in self.step.trained()]
@@ -202,7 +200,6 @@ class TraceBuilder:
         )
 
     def _persistent_slot(self, name: str, role: Role, tensor: Tensor, end: int) -> Slot:
-        """Return the slot of a tensor that exists during the whole step, such as a weight or an input."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         nbytes = tensor.numel() * tensor.element_size()
         slot = Slot(name, role, name.rpartition(".")[0], tuple(tensor.shape), dtype, nbytes, 0, end, numel=tensor.numel())
@@ -214,9 +211,9 @@ class TraceBuilder:
         return replace(slot, stays=stays, parts=parts, running=running, is_frozen=not tensor.requires_grad)
 
     def _gradient_slot(self, name: str, parameter: Tensor, end: int, *, is_released: bool) -> Slot:
-        """Return the slot of the gradient of `parameter`.
+        """Return the trace's entry of the gradient of `parameter`.
 
-        A gradient that is added to an accumulator, or released in backward (`is_released`), is freed after the tick `dropped`.
+        After the operation `dropped` it was added to an accumulator and is freed, or, with `is_released`, used for the update in backward.
         """
         assert parameter.grad is not None
         allocation = self.step.timeline.find(parameter.grad)
@@ -226,17 +223,17 @@ class TraceBuilder:
         return replace(slot, birth=birth, dropped=dropped, death=dropped if is_released else end)
 
     def _decoded_spans(self, weight: Tensor, allocation: Allocation | None) -> tuple[tuple[int, int], ...]:
-        """Return the spans (first tick, last tick) in which a packed weight is decoded."""
+        """Return the spans (first and last operation) in which `weight` must be decoded if it is packed."""
         calls, complete = self.step.module_runs.spans(weight), self.step.gradient_complete_at.get(id(weight), 0)
         calls = [(start, max(end, complete) if start > self.step.backward_at else end) for start, end in calls]
         return merged([*calls, *((tick, tick) for tick in (allocation.uses if allocation is not None else ()))])
 
     def _constants(self) -> list[Allocation]:
-        """Return the allocations of tensors that the model uses and does not have as buffers."""
+        """Return the allocations of tensors that the model uses and that are neither parameters nor buffers."""
         return [allocation for allocation in self.step.timeline.allocations if allocation.owner is Role.BUFFER and allocation.op]
 
     def _outputs(self, end: int) -> list[Output]:
-        """Return every allocation that an operation of the step made, with the name of the slot that it belongs to."""
+        """Return every allocation that an operation of the step made, with the name of its saved tensor, if any."""
         slot_of: dict[Allocation, str] = {**self.step.recorder.weight_casts, **dict.fromkeys(self.step.held, "held")}
         slot_of.update({unit.allocation: unit.savers[unit.first].name for unit in reversed(self.step.recorder.units)})
         outputs: list[Output] = []

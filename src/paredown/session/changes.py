@@ -212,9 +212,10 @@ def recompute_changes(plan: Plan, compiled_paths: Iterable[str], *, is_eager: bo
 
 
 def requests_without_tensor(plan: Plan, slots: Collection[tuple[tuple[str, ...], Role]]) -> list[tuple[str, str]]:
-    """Return (slot, format) pairs that the plan requests for tensors that store mode lacks, such as master weights.
+    """Return (slot, format) pairs that the plan requests for tensors that a session never stores, such as master weights.
 
-    There is one pair for a whole role ("master"), and one for each of the model's `slots` (names, role) with another format than its role.
+    A pair such as ("master", format) is a request for a whole role. One of the model's `slots` (names, role) gets a pair of its own if the
+    plan requests another format for it than for its role.
     """
     rows: list[tuple[str, str]] = []
     for role in (role for role in FORMATTED if role in (Role.MASTER, Role.ERROR)):
@@ -227,7 +228,7 @@ def requests_without_tensor(plan: Plan, slots: Collection[tuple[tuple[str, ...],
 
 
 def explain_session(plan: Plan, activations: Activations, changes: Changes, actions: Actions, slots: Container[str]) -> Explanation:
-    """Return the result of `session.explain()`: rows for activations in `slots`, and other tensors in `changes`."""
+    """Return the result of `session.explain()`: a row for each activation in `slots`, then one for each other change."""
     rows = [row for row in _activations(plan, activations, actions) if row.slot in slots]
     explained = {row.slot for row in rows}
     rows += [
@@ -282,7 +283,7 @@ class StoredBytes:
 
 @dataclass(frozen=True)
 class Summary:
-    """Holds the result of `session.summary()`: stored bytes against the baseline, and what is stored otherwise."""
+    """Holds the result of `session.summary()`: stored bytes against the baseline, and what is not stored as requested."""
 
     model: str
     state: str
@@ -326,7 +327,7 @@ class Summary:
 
 
 def _rank(given: str, reason: str, slot: str) -> int:
-    """Return the rank of a reason in a summary: 0 (first) if memory is not freed, 1 if nothing is packed, 3 for small tensors, else 2."""
+    """Return the place of a `Change` in a summary: 0 if memory is not freed, 1 if nothing is packed, 3 if small, else 2."""
     if reason == HIDDEN or given.endswith(BESIDE_ORIGINAL):
         return 0
     return 3 if " of fewer than " in slot else 1 if given in (UNMODIFIED, "nothing") else 2
@@ -379,7 +380,7 @@ def _state_bytes(model: nn.Module) -> list[StoredBytes]:
 
 
 def requests_optimizer(model: nn.Module, plan: Plan) -> bool:
-    """Return whether a plan has formats for trained parameters or their state, which need a paredown optimizer."""
+    """Return whether a plan has formats for trained parameters or their state, which need an optimizer of paredown.optim."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad and not is_small(parameter.shape)]
     return any(plan.find((name,), role).format is not None for name in trained for role in (Role.WEIGHT, *STATE))
 
@@ -412,7 +413,7 @@ def state_changes(model: nn.Module, plan: Plan, *, awaits_optimizer: bool = Fals
 
 
 def _absent_moments(requested: Sequence[tuple[Tensor, Role, str]]) -> Iterator[Change]:
-    """Yield a `Change` for each optimizer moment that is requested, if the optimizers have none of them."""
+    """Yield a `Change` for each optimizer moment that the plan requests, if the model's optimizers store none of them."""
     owners = {owner for p, _, _ in requested if (owner := owner_of(p)) is not None}
     used = {role for owner in owners for group in owner.param_groups for role in owner.rule_for(group).roles}
     formats = {role: format for _, role, format in requested if role in (Role.MOMENT1, Role.MOMENT2)}
@@ -422,7 +423,10 @@ def _absent_moments(requested: Sequence[tuple[Tensor, Role, str]]) -> Iterator[C
 
 
 def _used_instead(parameter: Tensor, role: Role, requested: Format | None) -> tuple[str, str] | None:
-    """Return (format in use, reason) if the state of `parameter` in `role` is not stored as `requested`, else None."""
+    """Return (format in use, reason) if a parameter's moment, residue or gradient (`role`) is not stored as `requested`.
+
+    Return None if it is.
+    """
     owner = owner_of(parameter)
     if owner is None:
         return UNMODIFIED, NO_OPTIMIZER

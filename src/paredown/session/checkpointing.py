@@ -66,7 +66,7 @@ class CheckpointedModules:
         self._around_second_call = around_second_call
 
     def has(self, name: str) -> bool:
-        """Return whether the saved tensor `name` is inside a checkpointed module, which does not keep it."""
+        """Return whether the saved tensor `name` belongs to a checkpointed module, so that it is not kept for backward."""
         return not is_checkpoint_input(name) and any(is_of(name, path) for path in self.paths)
 
     def attach(self) -> None:
@@ -278,7 +278,6 @@ class Factor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on the decoded values, and return its result."""
         if func is torch.ops.aten.detach.default:
             return Factor.of(args[0].operand)
         if func is torch.ops.aten.mul.Tensor and [type(arg) for arg in args] == [Tensor, Factor]:

@@ -76,9 +76,9 @@ class MeasuredRuns:
 
     @contextmanager
     def restored(self) -> Generator[Callable[[], None]]:
-        """Return a context that restores storage decisions and pass count at its end, and in which no guard measures.
+        """Return a context that restores storage decisions and the number of forward passes at its end.
 
-        It yields a function that resets the count at once, so that the next forward pass draws the same random bits.
+        No guard measures in it. It yields a function that resets the number at once, so that the next pass draws the same random bits.
         """
         with self._activations.restored_after() as rewind:
             try:

@@ -23,7 +23,7 @@ def check_has_none(model: nn.Module) -> None:
 
 
 def register(model: nn.Module, session: Any) -> None:
-    """Record the open session of a model, in store or simulate mode."""
+    """Record `session`, a `Session` or a `SimulatedSession`, as the open session of a model."""
     _SESSIONS[model] = weakref.ref(session)
 
 
@@ -35,7 +35,7 @@ def forget(model: nn.Module, session: Any) -> None:
 
 
 def any_session_of(model: nn.Module) -> Any:
-    """Return the open session of a model, in store or simulate mode; None if it has none."""
+    """Return the open session of a model, a `Session` or a `SimulatedSession`; None if it has none."""
     session = _SESSIONS.get(model)
     return session() if session is not None else None
 

@@ -225,7 +225,7 @@ class Session:
         return self._compiled.compile(model, self._called() or model, **options)
 
     def unpacked(self) -> AbstractContextManager[None]:
-        """Return a context in which packed parameters are decoded; changed ones are quantized again at its end."""
+        """Return a context in which packed parameters are decoded; those changed in it are quantized again at its end."""
         return self._weights.unpacked()
 
     @property
@@ -284,7 +284,7 @@ class Session:
 
     @property
     def sensitivities(self) -> Any:
-        """Return the gradient error of rounding each saved tensor, as given to the guard or measured last, or None."""
+        """Return the gradient error of rounding each saved tensor, as given to the guard or measured last; None if unknown."""
         return self._guard.sensitivities if self._guard is not None else None
 
     def reprobe(self, batch: Any, *, loss: Callable[..., Tensor] | None = None) -> Any:
@@ -472,9 +472,10 @@ def start_session(
     make_guard: GuardFactory | None = None,
     chunked_loss: bool = CHUNKED_LOSS,
 ) -> Session:
-    """Apply `plan` to `model` in store mode, and return the session, which is the model's open session until it is closed.
+    """Apply `plan` to `model` so that tensors are stored packed, and return the session, which is open until it is closed.
 
-    `make_guard` creates the session's guard (None: no guard). `chunked_loss` computes the cross entropy of large vocabularies in chunks.
+    `seed`: of stochastic rounding. `make_guard` creates the session's guard (None: no guard). `chunked_loss` computes the cross entropy of
+    large vocabularies in chunks.
     """
     plain = unwrapped(model)
     check_is_not_graphed(plain)
@@ -485,6 +486,6 @@ def start_session(
 
 
 def session_of(model: nn.Module) -> Session | None:
-    """Return the open session of `model` in store mode; None if there is none."""
+    """Return the open `Session` of `model`; None if it has none, or one that only simulates formats."""
     session = any_session_of(model)
     return session if isinstance(session, Session) else None

@@ -40,14 +40,20 @@ CENTERED_LEN = 64  # consecutive values that are assumed to share a mean, as tho
 
 @dataclass(frozen=True)
 class SlotSignal:
-    """Holds squared relative rounding error and largest magnitude (inf for NaN) of a packed tensor, for a guard."""
+    """Holds squared relative rounding error and largest magnitude (inf for NaN) of one packed tensor of the step.
+
+    A guard, which changes formats during training, decides by them.
+    """
 
     error: float
     largest: float
 
 
 class Signals:
-    """Measures the rounding error and the largest value of packed activations, for a guard."""
+    """Measures the rounding error and the largest value of packed activations, for the guard that changes formats by them.
+
+    `names`: the slots (saved tensors) to measure, each in every `every`-th forward pass.
+    """
 
     def __init__(self, activations: Activations, names: Sequence[str], every: int) -> None:
         self._activations, self._names, self._every = activations, tuple(names), every
@@ -69,7 +75,7 @@ class Signals:
         return self._numbers.device if self._numbers is not None else torch.device("cpu")
 
     def read(self, norm: Tensor | None) -> tuple[float, dict[str, SlotSignal]]:
-        """Return the gradient norm, and measurements by slot name since the last call, as maxima over processes.
+        """Return the gradient norm, and what was measured of each slot since the last call; both are maxima over processes.
 
         `norm` is the gradient norm of this process; if it is None in all processes, the returned norm is negative.
         """
@@ -93,7 +99,7 @@ class Signals:
         return self.looks_at_all or num_calls % self._every == 1 % self._every
 
     def add(self, slots: Sequence[tuple[str, ...]], numbers: Tensor) -> None:
-        """Record (error, largest value) of each tensor that a compiled graph saved; `slots`: their slot names."""
+        """Record `numbers`, (error, largest value) of each tensor that a compiled graph saved; `slots`: slot names of each."""
         if self._numbers is None:
             self._numbers = torch.full((2, len(self._names)), UNSEEN, device=numbers.device)
         index = self._indices.get(tuple(slots))
@@ -119,7 +125,7 @@ class Signals:
         return flat, form.codec.decode(form.on_device(), (form.numel,), (1,))
 
     def _sample(self, flat: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """Return exact and decoded values of a part of the packed tensor `name`; another part at each measurement."""
+        """Return a part of the values `flat` of tensor `name`, exact and after rounding; another part at each measurement."""
         decision = self._activations.decisions[name]
         assert decision.format is not None
         num_pieces = max(1, flat.numel() // SAMPLE)
@@ -165,7 +171,7 @@ class SessionGuard(ABC):
 
     @abstractmethod
     def reprobe(self, batch: Any, loss: Callable[..., Tensor] | None) -> Any:
-        """Measure on `batch` the gradient error of rounding each saved tensor; choose formats by it, and return it."""
+        """Measure on `batch` the gradient error that rounding each saved tensor causes, choose formats by it, and return it."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -173,7 +179,7 @@ class SessionGuard(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any], plan: Plan) -> None:
-        """Restore a guard's state; `plan` was its current plan when the state was saved."""
+        """Restore a guard's state; `plan` must be the plan that the guard used when the state was saved."""
 
     @abstractmethod
     def close(self) -> None:

@@ -77,7 +77,7 @@ class Reason(NamedTuple):
 
 
 class TiledModules:
-    """Makes the modules of a model that `plan.tiles` names run over pieces of the sequence."""
+    """Makes the modules that `plan.tiles` names run over pieces of the sequence, so that their temporaries are smaller."""
 
     def __init__(self, plan: Plan, model: nn.Module, watch: Watch, checkpointed: CheckpointedModules) -> None:
         self._watch, self._checkpointed, self._local = watch, checkpointed, threading.local()
@@ -116,7 +116,7 @@ class TiledModules:
 
     @contextmanager
     def attached(self) -> Generator[None]:
-        """Return a context in which modules run in pieces even after `detach`, for second forward passes."""
+        """Return a context in which modules run in pieces even after `detach`, for backward, which runs layers again."""
         added = [call for call in self._calls.values() if call.attach()]
         try:
             yield
@@ -126,7 +126,7 @@ class TiledModules:
 
     @property
     def is_running(self) -> bool:
-        """Return whether this thread is running a tiled module on one piece, or is in the context of `paused`."""
+        """Return whether this thread is running a module on one piece of a sequence, or is in the context of `paused`."""
         return getattr(self._local, "is_running", False)
 
     @contextmanager
@@ -137,12 +137,12 @@ class TiledModules:
 
     @contextmanager
     def pieces(self) -> Generator[None]:
-        """Return a context for one piece, in which hooks ignore submodules, and none is tiled or checkpointed."""
+        """Return a context to run a module on one piece: hooks ignore its submodules, which are not tiled or checkpointed."""
         with self.paused(), self._watch.passing_over(), self._checkpointed.paused():
             yield
 
     def check(self, asked: TiledCall) -> None:
-        """Raise ApplyError if a rule names the module of `asked`, but neither it nor a submodule can run in pieces."""
+        """Raise ApplyError if a rule names the module of `asked`, and no module in it can run over pieces of the sequence."""
         inside = [call for path, call in self._calls.items() if is_inside(path, asked.path)]
         if asked.path in self._asked and asked.whole is not None and not any(call.is_by_token for call in inside):
             why = next((call.whole.text for call in inside if call.whole is not None), "")
@@ -151,7 +151,10 @@ class TiledModules:
     # --- what happened ---
 
     def changes(self, *, was_compiled: bool) -> Iterator[Change]:
-        """Yield a `Change` for each module that a rule tiles but that runs whole, as all do if `was_compiled`."""
+        """Yield a `Change` for each module that should run over pieces of the sequence, and runs whole.
+
+        `was_compiled`: whether torch.compile runs the model, so that no module runs in pieces.
+        """
         for path, text in self._asked.items():
             inside = {name: call for name, call in self._calls.items() if is_inside(name, path)}
             length = TILED.format(next(iter(inside.values())).length) if inside else text
@@ -166,7 +169,7 @@ class TiledModules:
                 yield Change(path, length, WHOLE, SHORT)
 
     def explain(self) -> list[SlotExplanation]:
-        """Return a row for each module that ran in pieces, or that runs whole as modules of its kind always do."""
+        """Return a row for each module that ran over pieces of the sequence, and for each whose kind never does."""
         rows: list[SlotExplanation] = []
         for path, call in self._calls.items():
             asked = TILED.format(call.length)
@@ -191,7 +194,7 @@ class TiledCall:
         self._reasons: dict[Any, Reason | None] = {}  # by the properties of a call that its operations can depend on
 
     def attach(self) -> bool:
-        """Make the module run in pieces, and return whether it ran whole before."""
+        """Make the module run over pieces of the sequence; return False if it did before, or if its call cannot be replaced."""
         module = self.module()
         if module is None or module._compiled_call_impl is self:
             return False
@@ -209,7 +212,7 @@ class TiledCall:
 
     @property
     def was_called(self) -> bool:
-        """Return whether a forward pass with gradients has called the module, except for a piece of an outer module."""
+        """Return whether a forward pass with gradients called the module, other than on a piece of an outer module's input."""
         return self.is_by_token or self.whole is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -272,9 +275,10 @@ class TiledCall:
 
 
 class TileRun:
-    """Holds what the backward of one call of a tiled module needs beside the saved input.
+    """Holds what the backward of one call of a module that runs over pieces of the sequence needs beside the saved input.
 
-    `out` is the output of the call until `Tiles.forward` returns it.
+    `rest`: the arguments of the call after the input. `saved`: the autograd node that holds the input. `out`: the output of the call, until
+    `Tiles.forward` returns it.
     """
 
     def __init__(
@@ -327,7 +331,7 @@ def output_of_pieces(call: Callable[[Tensor], Any], x: Tensor, length: int) -> T
 def gradients_of_pieces(
     call: Callable[[Tensor], Any], x: Tensor, gradient: Tensor, trained: list[Tensor], *, length: int, needs_input: bool
 ) -> list[Tensor | None]:
-    """Return the gradients of `x` and of the parameters `trained`, given the `gradient` of the output.
+    """Return the gradients of `x` and of the parameters `trained`, given the `gradient` of a module's output.
 
     `call` returns the output for one piece of `length` tokens. `needs_input`: whether `x` needs a gradient.
     """
@@ -352,7 +356,7 @@ def gradients_of_pieces(
 
 
 class GradientSums:
-    """Adds up gradients of parameters over pieces, in float32 for 16-bit parameters, else in their dtype."""
+    """Adds up gradients of parameters over the pieces of a sequence, in float32 for 16-bit parameters, else in their dtype."""
 
     def __init__(self, trained: list[Tensor], gradient: Tensor) -> None:
         self._trained, self._borrowed = trained, gradient.untyped_storage()._cdata
@@ -380,7 +384,10 @@ class GradientSums:
 
 @final
 class TileInput(Function):
-    """Saves the input of a tiled module, as an autograd function, and returns an empty tensor whose node holds it."""
+    """Saves the input of a module that runs over pieces of the sequence, as an autograd function.
+
+    It returns an empty tensor, whose autograd node holds the input.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *trained: Tensor) -> Tensor:
@@ -397,7 +404,7 @@ class TileInput(Function):
 
 @final
 class Tiles(Function):
-    """Returns the output of a tiled module, as an autograd function, and runs the module again in backward."""
+    """Returns the output of a module that runs over pieces of the sequence, and runs it again in backward, piece by piece."""
 
     @staticmethod
     def forward(ctx: Any, run: TileRun, kept: Tensor, x: Tensor, *trained: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class KnownReason(NamedTuple):
 
 
 class ValueBounds:
-    """Decides by their values which saved tensors must stay unmodified, and keeps the numbers that it has read."""
+    """Decides by their values which saved tensors must stay unmodified, and keeps the numbers that it measured of them."""
 
     def __init__(self) -> None:
         self._readings: dict[str, DeviceReading] = {}
@@ -97,7 +97,10 @@ class ValueBounds:
         self._last: DeviceReading | None = None  # the one that `_read` returned last
 
     def known_reason(self, name: str, format: Format, forwards: int) -> str | None:
-        """Return the known reason to leave tensor `name` unmodified ("" for none); None if values must be read."""
+        """Return the known reason to leave tensor `name` unmodified ("" for none); None if its values must be read.
+
+        `forwards`: the number of the forward pass.
+        """
         known = self._known.get(name)
         return known.reason if known is not None and forwards % READ_INTERVAL and known.holds(format) else None
 
@@ -180,7 +183,7 @@ def is_capturing() -> bool:
 
 
 def check_is_warm(what: str) -> None:
-    """Raise ApplyError if a CUDA graph is being captured; `what` says what the session does for the first time."""
+    """Raise ApplyError if a CUDA graph is being captured; `what` is the action that must be done once before a capture."""
     if is_capturing():
         raise ApplyError(
             f"a CUDA graph is being captured, and the session {what} for the first time, which a capture forbids. Run three training "
@@ -191,7 +194,8 @@ def check_is_warm(what: str) -> None:
 def reason_of_attention(numbers: Sequence[float], scale: float, format: Format, head_dim: int) -> str:
     """Return why operands of attention must stay unmodified; "" if they may be packed.
 
-    `numbers`: the result of `join_attention_parts`. No logit exceeds scale * max|q| * max|k| (Cauchy-Schwarz).
+    `numbers`: the result of `join_attention_parts`. `scale`: the factor of logits, so that none exceeds scale * max|q| * max|k|
+    (Cauchy-Schwarz). `head_dim`: the number of values in a query.
     """
     query, key, of_output, of_value = numbers
     bound = abs(scale * query) * key if abs(query) * key < inf else inf
@@ -208,14 +212,14 @@ def reason_of_attention(numbers: Sequence[float], scale: float, format: Format, 
 
 
 def reason_of_spread(spread: float) -> str:
-    """Return why the input of a norm stays unmodified, or "". `spread`: the result of `spread_of_ranges`."""
+    """Return why a norm's input must stay unmodified; "" if it may be packed. `spread`: what `spread_of_ranges` returned."""
     if spread <= MAX_SPREAD:
         return ""
     return f"blocks hold several channels or rows, whose values spread over {spread:.3g} times the smallest standard deviation"
 
 
 def measure_attention(node: Any) -> Tensor:
-    """Return four numbers on attention that decide whether the operands that `node` saved may be packed."""
+    """Return the four numbers of `join_attention_parts` for an attention node, which decide whether it may be packed."""
     query, scale = node._saved_query, node._saved_scale
     numbers = join_attention_parts(attention_parts(query, node._saved_key, node._saved_value, node._saved_output))
     return torch.cat([numbers[:1] * (query.shape[-1] ** -0.5 if scale is None else scale), numbers[1:]])
@@ -233,9 +237,9 @@ def attention_parts(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -
 
 
 def join_attention_parts(parts: Sequence[Tensor]) -> Tensor:
-    """Return the largest norms of query and key, and mean variances of output and value, of each attention (1-D).
+    """Return four numbers for each attention: the largest norms of query and key, mean variances of output and value.
 
-    `parts`: the results of `attention_parts` for each attention, one after the other.
+    `parts`: the results of `attention_parts` for each attention, one after the other. The result is 1-D.
     """
     largest = [torch.stack(tuple(parts[i::6])).amax(1) for i in range(2)]
     within = [torch.stack(tuple(parts[i::6])).flatten(1).mean(1) for i in (2, 4)]
@@ -244,7 +248,7 @@ def join_attention_parts(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _in_groups(tensor: Tensor) -> Tensor:
-    """Return (..., tokens, values) as (..., groups, GROUP_TOKENS, values); in one group if tokens do not divide."""
+    """Return (..., tokens, values) as (..., groups, GROUP_TOKENS, values), or as one group if GROUP_TOKENS does not divide."""
     num_tokens = tensor.shape[-2]
     return tensor.unflatten(-2, (num_tokens // GROUP_TOKENS, GROUP_TOKENS) if num_tokens % GROUP_TOKENS == 0 else (1, num_tokens))
 
@@ -265,7 +269,7 @@ def largest_of_rows(tensor: Tensor) -> Tensor:
 
 
 def extremes(rstd: Tensor, mean: Tensor) -> Tensor:
-    """Return the smallest and largest rstd and the smallest and largest mean of a norm's channels, (4,).
+    """Return four numbers: the smallest and largest rstd, and the smallest and largest mean, of a norm's channels.
 
     >>> extremes(torch.tensor([2.0, 1.0]), torch.tensor([0.0, 6.0]))
     tensor([1., 2., 0., 6.])
@@ -307,14 +311,15 @@ def blocks_mix_groups(tensor: Tensor, num_groups: int, op: str) -> bool:
 
 
 def _lies_in_rows(tensor: Tensor, op: str) -> bool:
-    """Return whether a norm is over rows of the last dimension, each of which is made of whole blocks."""
+    """Return whether the norm `op` normalizes rows of the last dimension of `tensor` that consist of whole blocks."""
     return op != "batch_norm" and tensor.dim() > 0 and tensor.stride(-1) == 1 and tensor.shape[-1] % BLOCK == 0
 
 
 def update_reading(reading: DeviceReading, measure: Callable[[], Tensor], forwards: int) -> bool:
-    """Update `reading` from a finished copy, start the next copy if it is time; return whether values are new.
+    """Put the numbers of a finished copy from the GPU into `reading`; return whether there were such numbers.
 
-    A copy starts every READ_INTERVAL passes if none is under way and no CUDA graph is captured. `forwards`: the number of the pass.
+    Then the next copy, of `measure()`, starts if it is due: every READ_INTERVAL passes if none is under way and no CUDA graph is captured.
+    `forwards`: the number of the forward pass.
     """
     reading.forwards = forwards
     if torch.cuda.is_current_stream_capturing():

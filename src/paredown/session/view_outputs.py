@@ -31,11 +31,10 @@ NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class ViewOutputs:
-    """Replaces module outputs that are views, so that what in-place operations on them save can be packed.
+    """Replaces module outputs that are views by other tensors, so that what in-place operations on them save can be packed.
 
-    Outputs of `Linear` are replaced only if a module of the model works in place.
-
-    `replaces`: the type of the outputs that are replaced, Tensor in a session and FakeTensor in a trace, which has hooks of its own.
+    Outputs of `Linear` are replaced only if a module of the model works in place. `replaces`: the type of the outputs that are replaced,
+    Tensor in a session and FakeTensor in a trace, which has hooks of its own.
     """
 
     def __init__(self, model: nn.Module, replaces: type[Tensor] = Tensor) -> None:

@@ -51,7 +51,7 @@ def peppp_element(exponent_bits: int, mantissa_bits: int) -> str:
 
 
 def parse_peppp(text: str) -> tuple[int, int]:
-    """Return the exponent bits and mantissa bits of PEPPP's short spelling.
+    """Return (exponent bits, mantissa bits) of a float that is named as in PEPPP.
 
     >>> parse_peppp("e4m3")
     (4, 3)
@@ -83,7 +83,7 @@ def peppp_plan(low: tuple[int, int], high: tuple[int, int]) -> Plan:
 
 
 def num_outputs(outline: Outline) -> int:
-    """Return how many numbers all modules of PEPPP's network return in one call, `outline`, counted as PEPPP does."""
+    """Return how many numbers the modules of PEPPP's network return in one call, counted from its outline as PEPPP does."""
 
     def is_shortcut(term: OutlineValue) -> bool:
         return term.op == SUM or term.name == "relu:output"  # the output of a layer, or of the stem
@@ -102,7 +102,7 @@ def _is_rounded(value: OutlineValue) -> bool:
 
 
 def memory_bytes(outline: Outline, low: str, high: str) -> float:
-    """Return the bytes that PEPPP counts for a step with elements `low` and `high`; `outline` is without a loss."""
+    """Return the bytes that PEPPP counts for a step with these two elements; `outline` is that of one call, without a loss."""
     parameters, logits = sum(outline.weights.values()), outline.values[-1].numel
     inputs = sum(value.numel for value in outline.values if value.op == INPUT)
     low_numbers = parameters + 2 * (num_outputs(outline) - logits)
@@ -111,7 +111,7 @@ def memory_bytes(outline: Outline, low: str, high: str) -> float:
 
 
 def plan_bytes(outline: Outline, plan: Plan) -> float:
-    """Return the bytes that PEPPP counts for a step under a plan of `peppp_plan`; `outline`: one call without a loss.
+    """Return the bytes that PEPPP counts for a step under a plan that `peppp_plan` made; `outline`: one call without a loss.
 
     The low-precision element is that of the plan's weights, the high-precision one that of its master weights, fp32 if they have none.
     """

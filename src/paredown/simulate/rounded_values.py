@@ -69,7 +69,7 @@ MODES: Mapping[str, Simulate] = MappingProxyType({"simulate": Simulate(), "peppp
 
 @dataclass(eq=False, slots=True)
 class TrackedValue:
-    """A value of the forward pass: how it and its gradient are rounded, and how many operations use it."""
+    """A value of the forward pass: how it (`activation`) and its gradient (`error`) are rounded, and how often it is used."""
 
     activation: RoundedSlot | None
     error: RoundedSlot | None
@@ -78,7 +78,7 @@ class TrackedValue:
 
 @final
 class RoundedValues(OperationListener):
-    """The listener that rounds the weights, outputs and gradients of every operation of a simulated step."""
+    """The listener that rounds, for a simulated session, the weights, outputs and gradients of every operation."""
 
     def __init__(self, slots: RoundedSlots, names: dict[int, str], how: Simulate) -> None:
         self.slots, self.how, self._names = slots, how, names
@@ -90,23 +90,26 @@ class RoundedValues(OperationListener):
         self._copies: dict[int, Tensor] = {}  # the same, rounded in one launch while a graph is captured
 
     def set_outline(self, outline: Outline) -> None:
-        """Look up how the plan rounds each value of `outline`, and its gradient, by the names of the value."""
+        """Look up in the plan, for each value of `outline` by all of its names, how it and its gradient are rounded."""
         self._outline = outline
         self._known = {value.name: self._tracked(value.names, value.num_uses) for value in outline.values}
 
     def refresh(self) -> None:
-        """Look up again how each value is rounded, after the plan has changed."""
+        """Look up in the plan again how each value is rounded, because the plan has changed."""
         self.set_outline(self._outline)
 
     def begin(self, args: Any, kwargs: Any, *, counts_overflow: bool) -> Any:
-        """Begin a forward pass, and return its arguments with rounded copies of float tensors."""
+        """Begin a forward pass, and return its arguments with rounded copies in place of float tensors.
+
+        `counts_overflow`: record the share of values that overflow.
+        """
         self.counts_overflow = counts_overflow
         self._weights.clear()
         numbers = {id(tensor): number for number, tensor in enumerate(tensors_in((args, kwargs)), 1)}
         return tree_map_only(Tensor, lambda tensor: self._input(tensor, numbers.get(id(tensor), 0)), (args, kwargs))
 
     def end(self, output: Any) -> None:
-        """End a forward pass, and register hooks that round the gradients which a loss outside returns for `output`."""
+        """End a forward pass, and register hooks that round the gradients of its `output` that come from a loss."""
         self._weights.clear()
         self.precision.restore()
         for tensor in tensors_in(output) if self.how.sums == "exact" else ():
@@ -129,7 +132,7 @@ class RoundedValues(OperationListener):
     # --- forward --------------------------------------------------------------------------------------------------------
 
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """Return the rounded copy of a parameter, which is made once in each forward pass."""
+        """Return the rounded copy of a parameter that operations must use; it is made once in each forward pass."""
         name = self._names.get(id(weight))
         slot = self.slots.of((name,), Role.WEIGHT) if name is not None else None
         if slot is None or (self.how.first_weights == "exact" and not self.has_stepped):
@@ -143,7 +146,7 @@ class RoundedValues(OperationListener):
         return copy
 
     def copy_all(self, weights: Iterable[Tensor]) -> None:
-        """Make rounded copies of `weights`, in one launch in a captured graph, for the forward pass that begins."""
+        """Round copies of `weights` for the forward pass that begins, in one launch while a CUDA graph is captured."""
         named = [(weight, self._names[id(weight)]) for weight in weights if id(weight) in self._names]
         pairs = [(weight, self.slots.of((name,), Role.WEIGHT)) for weight, name in named]
         rounded = [(weight, torch.empty_like(weight, requires_grad=False), slot) for weight, slot in pairs if slot is not None]
@@ -151,12 +154,12 @@ class RoundedValues(OperationListener):
         self._copies = {id(weight): out for weight, out, _ in rounded}
 
     def begins(self, operation: ForwardOperation) -> None:
-        """Allow TF32 for the next operation if its operands' formats are narrow enough, else forbid it."""
+        """Allow TF32 for the operation that will run next if it is exact for the operands' formats, and else forbid it."""
         if self._is_product(operation):
             self.precision.set(self._are_narrow(self._operands(operation)))
 
     def made(self, operation: ForwardOperation, out: Tensor, number: int) -> TrackedValue:
-        """Round an output of an operation, and register hooks that round the gradients that its backward returns."""
+        """Round `out`, an output of an operation, in place, and register hooks that round the gradients in its backward."""
         if self._is_product(operation):
             self.precision.restore()
         value = self._value(operation.output_name(number))
@@ -167,7 +170,7 @@ class RoundedValues(OperationListener):
         return value
 
     def moved(self, value: TrackedValue, out: Tensor, name: str) -> tuple[TrackedValue, Tensor]:
-        """Return `out`, a view or copy of a value; a slice, which has a `name`, is rounded if its format differs."""
+        """Return `out`, a view or copy of a value; a slice, which has a `name`, is rounded if the plan gives it another format."""
         if not name:
             return value, out
         part = self._value(name)
@@ -188,18 +191,21 @@ class RoundedValues(OperationListener):
         return operation.op in PRODUCTS and self.slots.device.type == "cuda"
 
     def _operands(self, operation: ForwardOperation) -> list[RoundedSlot | None]:
-        """Return how each operand of a product is rounded (None: unknown), but for the bias, added in float32."""
+        """Return how each factor of a product is rounded, None if that is unknown; the bias, added in float32, is left out."""
         weights = [self.slots.of((self._names[id(w)],), Role.WEIGHT) for w in operation.weights[:1] if id(w) in self._names]
         return [*(source.value.activation for source in operation.sources), *weights, *[None] * operation.num_unknown]
 
     def _are_narrow(self, slots: list[RoundedSlot | None]) -> bool:
-        """Return whether TF32 is exact for the formats of these operands, including formats that they may get later."""
+        """Return whether a product of tensors in these formats may run in TF32; never with `Simulate(all_live=True)`."""
         return not self.how.all_live and are_narrow(slots)
 
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def _hook_errors(self, operation: ForwardOperation, out: Tensor, value: TrackedValue) -> None:
-        """Register hooks that round the gradients of an operation's inputs or output, as `Simulate.sums` says."""
+        """Register hooks that round gradients of an operation in backward: those of its inputs, or that of its output.
+
+        `Simulate.sums` decides which.
+        """
         is_summed = self.how.sums == "rounded"
         if is_summed and value.error is not None:
             out.register_hook(self._rounder(value.error))
@@ -230,7 +236,10 @@ class RoundedValues(OperationListener):
 
 
 def _slots_of_edges(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]]) -> dict[int, RoundedSlot]:
-    """Return the `RoundedSlot` of the gradient on each edge of a node, by index; `edges`: (node, its output, slot)."""
+    """Return how the gradient on each edge of an autograd node is rounded, as `RoundedSlot` by index of the edge.
+
+    `edges` are (node, number of its output, slot), where the slot is None for a gradient that is not rounded.
+    """
     by_edge: dict[int, RoundedSlot] = {}
     for index, (target, output) in enumerate(node.next_functions):
         for other, other_output, slot in edges:
@@ -246,7 +255,7 @@ class StraightThroughRounding(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: Tensor, slots: RoundedSlots, slot: RoundedSlot, counts_overflow: bool, rounded: Tensor | None = None
     ) -> Tensor:
-        """Return a rounded copy of `x`, or `rounded` if such a copy exists already."""
+        """Return a copy of `x` that `slots` rounds to the format of `slot`; if `rounded` is such a copy, return it instead."""
         return slots.rounded(x, slot, counts_overflow=counts_overflow) if rounded is None else rounded
 
     @staticmethod
@@ -259,20 +268,20 @@ class StraightThroughRounding(torch.autograd.Function):
 
 
 def are_narrow(slots: Iterable[RoundedSlot | None]) -> bool:
-    """Return whether TF32 is exact for the formats of all `slots`, and for the wider formats that they may get."""
+    """Return whether TF32 is exact for the formats of all `slots` (tensors), and for the wider ones that they may get."""
     return all(
         p is not None and is_narrow(p.assignment.format) and (p.raised.format is None or is_narrow(p.raised.format)) for p in slots
     )
 
 
 class Precision:
-    """A switch that allows or forbids TF32 for single operations, and restores the user's settings after them."""
+    """A switch that allows or forbids TF32 for single operations, and then restores what the user had set."""
 
     def __init__(self) -> None:
         self._before: tuple[str, ...] | None = None
 
     def set(self, is_narrow: bool) -> None:
-        """Allow TF32 (`is_narrow`) or forbid it, for kernels that are launched from now on."""
+        """Allow TF32 if `is_narrow`, else forbid it, for kernels that are launched until `restore` is called."""
         if self._before is None:
             self._before = tuple(switch.fp32_precision for switch in SWITCHES)
         for switch in SWITCHES:
@@ -285,7 +294,7 @@ class Precision:
         self._before = None
 
     def around(self, node: Any, is_narrow: bool) -> None:
-        """Switch TF32 on or off while backward runs this autograd node."""
+        """Allow TF32 if `is_narrow`, else forbid it, while backward runs this autograd node."""
         node.register_prehook(_call(lambda: self.set(is_narrow)))
         node.register_hook(_call(self.restore))
 

@@ -54,7 +54,7 @@ NO_FROZEN = "simulate mode rounds all weights by the rules of the role weight"
 
 @final
 class SimulatedSession:
-    """The session of a plan in simulate mode: it rounds the values that a model computes in training, until `close`."""
+    """The session of a plan in simulate mode: until `close`, it rounds the values that a model computes in training."""
 
     def __init__(self, plan: Plan, model: nn.Module, seed: int, how: Simulate, on_close: Callable[..., None]) -> None:
         self.how, self._model, self._on_close = how, weakref.ref(model), on_close
@@ -79,7 +79,7 @@ class SimulatedSession:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the session, without the changes to wider formats after overflows."""
+        """The plan of the session; formats that became wider after overflows are not in it."""
         return self._slots.plan
 
     @property
@@ -94,7 +94,7 @@ class SimulatedSession:
 
     @property
     def promotions(self) -> tuple[Promotion, ...]:
-        """The changes of tensors to wider formats because values overflowed, in order."""
+        """The changes of tensors to wider formats because values overflowed, in the order in which they happened."""
         return self._slots.promotions
 
     @property
@@ -111,11 +111,11 @@ class SimulatedSession:
         return self._outline
 
     def following(self, path: str = LOSS) -> AbstractContextManager[None]:
-        """Return a context that rounds operations outside of the model, such as a loss; `path` starts their names."""
+        """Return a context in which operations outside of the model, such as a loss, are rounded; `path` begins their names."""
         return self._calls.following(path)
 
     def promote(self) -> None:
-        """Change tensors that overflowed in the last training pass to their wider format, as each pass does first."""
+        """Give tensors that overflowed in the last training pass their wider format now, rather than when the next pass begins."""
         self._slots.promote()
 
     def set_plan(self, plan: Plan, *, forwards: int | None = None, seed: int | None = None) -> None:
@@ -135,17 +135,16 @@ class SimulatedSession:
             self._slots.forwards = forwards
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Return a context for capturing a CUDA graph in which parameters are rounded in few launches.
+        """Return a context in which to capture a CUDA graph, so that it rounds parameters in few kernel launches.
 
-        The graph may have at most one training step, and can be replayed after the context ends. Capturing without this context works too,
-        with more launches.
+        The graph may have at most one training step, and can be replayed after the context ends. Without this context it has more launches.
         """
         model = self._model()
         return self._slots.capturing(() if model is None else model.parameters())
 
     @property
     def changes(self) -> Changes:
-        """The tensors that are not rounded as the plan requests, with reasons; complete after the first pass."""
+        """The tensors that are not rounded as the plan requests, with reasons; complete after the first forward pass."""
         rows = [Change(p.slot, "as planned", "raised", f"{p.share:.1%} overflowed by pass {p.forward}") for p in self.promotions]
         rows += [Change(slot, "a format", UNMODIFIED, reason) for slot, reason in self._slots.refused.items()]
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
@@ -162,14 +161,14 @@ class SimulatedSession:
         return Changes(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plan, seed, counts, and changes to wider formats; training that loads them gives the same bits."""
+        """Return plan, seed, counts and changes to wider formats; a training that loads them continues with the same bits."""
         self._slots.promote()
         head = {"version": VERSION, "mode": "simulate", "plan": self.plan.to_json(), "seed": self.seed}
         promotions = [list(promotion) for promotion in self.promotions]
         return {**head, "forwards": self.forwards, "steps": self._updates.num_steps, "promotions": promotions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a simulated session that had the same plan."""
+        """Restore what `state_dict` of a simulated session returned; that session must have had the same plan."""
         if not isinstance(state, Mapping) or state.get("version") != VERSION or set(state) != FIELDS:
             raise ApplyError(
                 f"this is not the state of a simulated session, version {VERSION}: it {describe_state(state)}. "
@@ -185,7 +184,7 @@ class SimulatedSession:
         self._slots.restore(state["promotions"])
 
     def close(self) -> None:
-        """Remove the session from the model; backward of a graph that exists already still rounds."""
+        """Remove the session from the model; a later backward pass through an earlier forward pass still rounds."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -250,7 +249,7 @@ class SimulatedSession:
                 self._values.end(output)
 
     def _trace_outline(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Find the names of all values by a pass on fake tensors; if it fails, only the names of outputs are known."""
+        """Find the names of all values by a forward pass on fake tensors; if it fails, only names of outputs are known."""
         try:
             self._outline = of_call(model, args, kwargs)
         except Exception as error:  # a user's model may do anything with fake tensors
@@ -286,7 +285,7 @@ class SimulatedSession:
 
 
 class Updates:
-    """Hooks that round parameters and optimizer state around the steps of all optimizers."""
+    """Hooks, called for every optimizer of torch, that round gradients before a step, and parameters and state after it."""
 
     def __init__(self, slots: RoundedSlots, names: dict[int, str], *, gradients_at_step: bool) -> None:
         self._slots, self._names, self._gradients_at_step = slots, names, gradients_at_step

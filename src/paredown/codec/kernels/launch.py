@@ -25,9 +25,10 @@ Key = tuple[int, torch.dtype, torch.dtype]
 
 
 class Launch:
-    """A prepared call of a Triton kernel, `kernel[grid](*pointers, *fixed, *scalars, **constants)`.
+    """A Triton kernel with its grid, constants and fixed arguments, which is called again without Triton's slow binding.
 
-    Calling it takes `pointers`, and `scalars`: floats, or integers that the kernel is not specialised for.
+    A call takes `pointers`, tensors, and `scalars`, floats or integers that the kernel is not specialized for; it does
+    `kernel[grid](*pointers, *fixed, *scalars, **constants)`.
     """
 
     __slots__ = ("_compiled", "_rest", "constants", "fixed", "grid", "kernel")
@@ -72,9 +73,10 @@ class Launch:
             self.kernel[(self.grid,)](*pointers, *self.fixed, *scalars, **self.constants)
 
     def compiled_for(self, index: int, *dtypes: torch.dtype) -> tuple[Any, tuple[Any, ...]] | None:
-        """Return the compiled kernel for device `index` and the dtypes of the first two pointers, and its constants.
+        """Return the kernel that earlier calls compiled for device `index` and the dtypes of the first two pointers.
 
-        The result is None before the first call with these."""
+        The result is (kernel, constants), or None before the first such call and where launches must go through Triton.
+        """
         kernel = self._compiled.get((index, *dtypes)) if _is_quick else None
         return None if kernel is None else (kernel, self._rest)
 
@@ -110,7 +112,7 @@ Compiled = tuple[Callable[..., None], int, tuple[Any, ...], tuple[Any, ...]]
 
 
 def _compiled_launches(launches: list[Launch], key: Key, scalars: tuple[int | float, ...] = ()) -> list[Compiled] | None:
-    """Return the compiled kernels of `launches` for the device and dtypes in `key`; None if one is not compiled yet."""
+    """Return `launches` as calls of compiled kernels for the device and dtypes in `key`; None if one is not compiled yet."""
     compiled: list[Compiled] = []
     for launch in launches:
         found = launch.compiled_for(*key)
@@ -128,7 +130,7 @@ current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def has_hooks() -> bool:
-    """Return whether a profiler makes Triton call hooks at each launch."""
+    """Return whether Triton must call hooks at each launch, which a profiler has set."""
     hook = knobs.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))
 
@@ -139,16 +141,16 @@ _empty_on_gpu = getattr(
 
 
 def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Return an uninitialized tensor as torch.empty_strided does, in less time, on the device of `like`, a GPU."""
+    """Return what torch.empty_strided returns, in less time, on the device of `like`, which must be a GPU."""
     if _empty_on_gpu is None or current_device() != like.get_device():
         return torch.empty_strided(size, stride, dtype=dtype, device=like.device)
     return _empty_on_gpu(tuple(size), stride, dtype)  # it refuses a torch.Size
 
 
 class Direct:
-    """Prepared calls of one or two Triton kernels that together do one job, such as encoding a flat tensor.
+    """One or two Triton kernels that together do one job, such as encoding, launched by addresses instead of tensors.
 
-    `scalars` follow the fixed arguments. Compiled kernels get addresses as numbers, which saves the launcher a call per tensor.
+    That saves a call per tensor. `scalars` follow the launches' fixed arguments. Callers try `run`, and if it returns False call `launch`.
     """
 
     __slots__ = ("_compiled", "launches", "scalars")
@@ -158,7 +160,7 @@ class Direct:
         self._compiled: dict[Any, list[Compiled] | None] = {}
 
     def run(self, key: Key, address: int, addresses: tuple[int | None, ...]) -> bool:
-        """Launch the compiled kernels and return True; return False if they are not compiled yet: then call `launch`.
+        """Launch the kernels and return True if they are compiled; otherwise return False, and the caller must call `launch`.
 
         `key`: device and dtypes of the first two pointers. `address`: the addresses that may not be multiples of 16, combined by "or".
         `addresses`: of all tensors, in the kernel's order; None for a missing one.
@@ -176,7 +178,7 @@ class Direct:
         return True
 
     def launch(self, key: Key, pointers: tuple[Tensor | None, ...]) -> None:
-        """Launch the kernels by Triton, which compiles them, and keep the compiled kernels for `run`."""
+        """Launch the kernels through Triton, which compiles them if needed, and keep the compiled kernels for `run`."""
         for launch in self.launches:
             launch(pointers, self.scalars)
         assert pointers[0] is not None and pointers[1] is not None

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the local shard if `tensor` is a DTensor; otherwise return the tensor itself."""
+    """Return the rows that this process stores if `tensor` is a DTensor; otherwise return the tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

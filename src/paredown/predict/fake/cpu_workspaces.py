@@ -34,7 +34,7 @@ NATIVE_KERNEL = 3  # at most this wide
 
 
 def forward_workspace(args: Any, out: Tensor) -> int:
-    """Return the most bytes that a call of aten::convolution allocates beside its operands and its result `out`."""
+    """Return the most bytes that a call of aten::convolution allocates on a CPU beside operands and result `out`."""
     x, weight, bias, stride, is_transposed, groups = *args[:4], args[6], args[8]
     if not _runs_in_onednn(x, weight, groups):
         return 0 if is_transposed else _column_bytes(weight, out)
@@ -51,7 +51,7 @@ def forward_workspace(args: Any, out: Tensor) -> int:
 
 
 def backward_workspace(args: Any, _: Any) -> int:
-    """Return the most bytes that a call of aten::convolution_backward allocates beside its operands and results."""
+    """Return the most bytes that aten::convolution_backward allocates on a CPU beside operands and results."""
     grad, x, weight, stride, is_transposed, groups, (needs_x, *_) = *args[:3], args[4], args[7], *args[9:11]
     if not _runs_in_onednn(x, weight, groups):
         return 0 if is_transposed else _column_bytes(weight, grad)
@@ -69,7 +69,7 @@ def backward_workspace(args: Any, _: Any) -> int:
 
 
 def _runs_in_onednn(x: Tensor, weight: Tensor, groups: int) -> bool:
-    """Return whether torch computes a convolution with oneDNN: not in float64, nor for one small sample."""
+    """Return whether torch computes this convolution with oneDNN: not in float64, nor for one small sample."""
     is_small = x.shape[0] == 1 and x.numel() <= NATIVE_VALUES and groups == 1 and max(weight.shape[-2:]) <= NATIVE_KERNEL
     return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and not is_small
 
@@ -88,7 +88,7 @@ def _other_bytes(*operands: Tensor) -> int:
 
 
 def _has_few_channels(weight: Tensor, groups: int) -> bool:
-    """Return whether a grouped convolution has too few channels per group to fill oneDNN's blocks."""
+    """Return whether a group of the convolution has too few channels to fill a block of oneDNN."""
     num_in, num_out = weight.shape[1], weight.shape[0] // groups
     return groups > 1 and num_in * num_out > 1 and bool(num_in % HALF or num_out % HALF)
 
@@ -105,9 +105,9 @@ def _input_in_blocks(x: Tensor) -> int:
 
 
 def _weight_in_blocks(weight: Tensor) -> int:
-    """Return the bytes of a convolution's weight in oneDNN's layout, with input and output channels in whole blocks.
+    """Return the bytes of a convolution's weight in oneDNN's layout, which rounds its channels up to whole blocks.
 
-    A weight of few input channels, as in grouped convolutions, has no blocks.
+    A weight of few input channels, as in grouped convolutions, is not in blocks.
     """
     num_out, num_in = weight.shape[:2]
     blocked = round_up(num_out, BLOCK) * round_up(num_in, BLOCK)
@@ -115,10 +115,7 @@ def _weight_in_blocks(weight: Tensor) -> int:
 
 
 def _column_bytes(weight: Tensor, out: Tensor) -> int:
-    """Return the bytes of the im2col columns that torch multiplies with the weight.
-
-    For each output value they hold the inputs under the kernel.
-    """
+    """Return the bytes of the im2col columns (the inputs under the kernel for each output value) of a convolution."""
     window = prod(weight.shape[2:])
     return out.nbytes // out.shape[1] * weight.shape[1] * window if window > 1 and out.numel() else 0
 

@@ -18,7 +18,7 @@ from torch.utils import checkpoint
 
 @contextmanager
 def cuda_autocast(dtype: torch.dtype | None, free_casts: Callable[[], None]) -> Generator[None]:
-    """Return a context with autocast for CUDA in `dtype` (None turns it off), for fake CPU tensors.
+    """Return a context with CUDA's autocast in `dtype` for fake CPU tensors; None turns autocast off.
 
     `free_casts` is called whenever torch frees its cached casts of parameters: at the end of the outermost autocast context, which is this
     one, or in backward the one around a recomputation.
@@ -41,7 +41,7 @@ def cuda_autocast(dtype: torch.dtype | None, free_casts: Callable[[], None]) -> 
 
 @contextmanager
 def _every_autocast_is_for_cuda(free_casts: Callable[[], None]) -> Generator[None]:
-    """Return a context in which torch.autocast with any device sets autocast for CUDA."""
+    """Return a context in which torch.autocast sets CUDA's autocast state, whatever device it names."""
     kind, common = torch.amp.autocast_mode.autocast, torch.cuda.amp.common
     before = kind.__init__, kind.__exit__, common.amp_definitely_not_available, torch.cuda.is_bf16_supported
     checkpoint_before = checkpoint._get_autocast_kwargs
@@ -66,6 +66,5 @@ def _every_autocast_is_for_cuda(free_casts: Callable[[], None]) -> Generator[Non
 
 
 def _nesting() -> int:
-    """Return how many autocast contexts are open."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()

@@ -55,10 +55,10 @@ TRL_KERNELS = ("_forward_tile", "_backward_tile", "_addmm_fp32")  # its function
 
 @runtime_checkable
 class HasKernels(Protocol):
-    """The interface of objects that record which CUDA kernels run, such as a `Timeline`."""
+    """Declares what stand-ins of CUDA kernels call to record that a kernel ran; a `Timeline` has it."""
 
     def record_kernel(self, name: str, tensors: list[Tensor], flops: int, arguments: Any) -> None:
-        """Record that one kernel ran, with the tensors that it reads and writes, and its flops."""
+        """Record that one CUDA kernel ran: the tensors that it reads and writes, and its flops."""
 
 
 def round_up(number: int, step: int) -> int:
@@ -67,7 +67,7 @@ def round_up(number: int, step: int) -> int:
 
 
 def record_kernel(name: str, outputs: tuple[Tensor, ...], *inputs: Any, flops: int = 0) -> None:
-    """Record on the active `Timeline`, if there is one, that one CUDA kernel ran, with its tensors and flops."""
+    """Record on the active `Timeline` that a CUDA kernel ran, with its tensors and flops; do nothing without one."""
     tensors = [value for value in (*inputs, *outputs) if isinstance(value, Tensor)]
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, HasKernels):
@@ -75,22 +75,22 @@ def record_kernel(name: str, outputs: tuple[Tensor, ...], *inputs: Any, flops: i
 
 
 def attention_flops(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> int:
-    """Return the flops of attention's two matrix products in forward; a causal mask halves them."""
+    """Return the flops of attention's two matrix products in forward, half of them if `causal`."""
     num, heads, length, width = query.shape
     return 2 * num * heads * length * key.shape[2] * (width + value.shape[-1]) // (2 if causal else 1)
 
 
 def _heads_inside(like: Tensor, *, width: int | None = None, heads: int | None = None) -> Tensor:
-    """Return an empty tensor (num, heads, length, width) in which the heads of a position are adjacent in memory.
+    """Return an empty tensor (num, heads, length, width) in which all heads of a position are adjacent in memory.
 
-    Attention kernels write this layout. Sizes and dtype are those of `like`, except for a width or heads that are given.
+    Attention kernels write this layout. Sizes and dtype are those of `like`, unless `width` or `heads` is given.
     """
     num, like_heads, length, like_width = like.shape
     return like.new_empty(num, length, heads or like_heads, width or like_width).transpose(1, 2)
 
 
 class Flash(Function):
-    """A stand-in for CUDA's flash attention on fake tensors, which allocates the same memory as the kernel.
+    """Stands for CUDA's flash attention while a step is traced on fake tensors: it allocates what the kernel allocates.
 
     The output has the memory layout of the queries, and each gradient the layout of its tensor. So the output of nn.MultiheadAttention,
     whose queries are in the order (length, num, heads, width), is not copied for the next matrix product.
@@ -98,7 +98,7 @@ class Flash(Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        """Return an empty tensor of the output's shape, (num, heads, length, width of value)."""
+        """Return an empty tensor of the shape of attention's output, (num, heads, length, width of value)."""
         out, ctx.causal = torch.empty_like(query), causal
         flops = attention_flops(query, key, value, causal=causal)
         record_kernel(ATTENTION, (out,), query, key, value, causal, flops=flops)
@@ -129,11 +129,11 @@ class Flash(Function):
 
 
 class Efficient(Function):
-    """A stand-in for CUDA's memory-efficient attention on fake tensors, also for float32 and with masks."""
+    """Stands for CUDA's memory-efficient attention, which also takes float32 and masks, while a step is traced."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-        """Return an empty tensor of the output's shape, (num, heads, length, width of value)."""
+        """Return an empty tensor of the shape of attention's output, (num, heads, length, width of value)."""
         out, ctx.causal = _heads_inside(query, width=value.shape[-1]), causal
         flops = attention_flops(query, key, value, causal=causal)
         record_kernel(ATTENTION, (out,), query, key, value, causal, *(() if bias is None else (bias,)), flops=flops)
@@ -164,11 +164,11 @@ class Efficient(Function):
 
 
 class Softmax(Function):
-    """A stand-in for CUDA's softmax and log_softmax, if they take float16 and return float32."""
+    """Stands for CUDA's softmax and log_softmax from float16 to float32 while a step is traced on fake tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, node: str) -> Tensor:
-        """Return an empty float32 tensor of the shape of `x`; `node` names its autograd node on CUDA."""
+        """Return an empty float32 tensor of the shape of `x`; `node` is the name of the kernel's autograd node."""
         out = torch.empty_like(x, dtype=torch.float32)
         record_kernel("softmax", (out,), x)
         ctx.stands_for, ctx.dtype = (node, ("result",)), x.dtype
@@ -184,11 +184,11 @@ class Softmax(Function):
 
 
 class RMSNorm(Function):
-    """A stand-in for CUDA's fused RMSNorm kernel, which saves its input and one value (rstd) for each row."""
+    """Stands for CUDA's fused RMSNorm while a step is traced; it saves its input and one value (rstd) for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
-        """Return an empty tensor of the output's shape; the last `num_dims` dimensions are normalized."""
+        """Return an empty tensor of the output's shape; the kernel normalizes the last `num_dims` dimensions."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rstd = x.new_empty((*x.shape[: x.dim() - num_dims], *(1,) * num_dims), dtype=torch.float32)
         record_kernel("rms_norm", (out,), x)
@@ -206,13 +206,13 @@ class RMSNorm(Function):
 
 
 class Recurrent(Function):
-    """A stand-in for the cuDNN call that computes a whole LSTM, GRU or RNN; dimension 0 of its input is time."""
+    """Stands for the cuDNN call that computes a whole LSTM, GRU or RNN while a step is traced; dimension 0 is time."""
 
     @staticmethod
     def forward(ctx: Any, kind: str, sizes: tuple[int, int], x: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor) -> Any:
-        """Return empty tensors of the shapes of the outputs (output, hy, cy).
+        """Return empty tensors of the shapes of output, hy and cy.
 
-        `kind` is "lstm", "gru", "rnn_tanh" or "rnn_relu", and `sizes` is (number of layers, width of a gate).
+        `kind` is "lstm", "gru", "rnn_tanh" or "rnn_relu", `sizes` is (number of layers, width of a gate), and `hx` and `cx` are the states.
         """
         num_layers, width = sizes
         length, num, _ = x.shape
@@ -249,7 +249,7 @@ class Recurrent(Function):
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, grouped: bool) -> Tensor | None:
-    """Return an empty tensor like the output of CUDA's fused attention kernel; None if no fused kernel applies.
+    """Return an empty tensor like the output of CUDA's fused attention; None if CUDA would use no fused kernel.
 
     `grouped` says whether keys and values have fewer heads than queries.
     """
@@ -264,7 +264,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *,
 def attention_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, grouped: bool
 ) -> type[Flash] | type[Efficient] | None:
-    """Return the fused attention kernel that CUDA would select; None if it would select attention without fusion.
+    """Return the stand-in of the fused attention kernel that CUDA would select; None if it would select none.
 
     `grouped` says whether keys and values have fewer heads than queries.
     """
@@ -282,7 +282,7 @@ def attention_kernel(
 
 
 def bias_of_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return an attention mask as CUDA's kernel takes it: float values, padded, expanded to all heads."""
+    """Return the attention mask in the form in which CUDA's kernel takes it: floats, padded, expanded to all heads."""
     if mask.dtype is torch.bool:
         mask = torch.empty_like(mask, dtype=query.dtype)
     length = key.shape[2]
@@ -292,9 +292,9 @@ def bias_of_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def recurrent(kind: str, x: Tensor, states: tuple[Tensor, ...], weights: list[Tensor], num_layers: int, batch_first: bool) -> Any:
-    """Return empty tensors of the shapes of an RNN's outputs, allocated as on CUDA.
+    """Return empty tensors of the shapes of an RNN's outputs, allocated as cuDNN allocates them.
 
-    With `batch_first` the input is copied, since cuDNN needs time as dimension 0.
+    `kind` is as for `Recurrent`. With `batch_first` the input is copied, since cuDNN needs time as dimension 0.
     """
     time_first = x.transpose(0, 1).contiguous() if batch_first else x
     width = weights[0].shape[0] // RNN_GATES[kind]
@@ -305,9 +305,9 @@ def recurrent(kind: str, x: Tensor, states: tuple[Tensor, ...], weights: list[Te
 
 @contextmanager
 def trl_kernels() -> Generator[None]:
-    """Return a context in which the loss of the TRL library allocates the memory that it allocates on CUDA.
+    """Return a context in which the loss of the TRL library allocates on fake tensors what it allocates on CUDA.
 
-    On CUDA it scores only tokens that have a label; a trace has no values, so here it scores all tokens.
+    On CUDA it skips tokens without a label; a trace has no values, so here it computes all of them.
     """
     module = sys.modules.get(TRL_LOSS)
     function: Any = getattr(module, "ChunkedLogProbFunction", None)
@@ -339,7 +339,7 @@ def _set_cpu_autocast(is_enabled: bool, dtype: torch.dtype) -> None:
 
 
 def onednn_workspace(args: Any, outputs: Any) -> Any:
-    """Return `outputs` of aten::mkldnn_rnn_layer (an LSTM on the CPU) with a workspace of oneDNN's size.
+    """Return `outputs` of an LSTM on the CPU (aten::mkldnn_rnn_layer) with a workspace of oneDNN's size among them.
 
     The workspace for T positions of a sequence has 2 T gates, T outputs and 3 (T + 1) pairs of states; it is within 2 % of oneDNN 3.
     """
@@ -351,7 +351,7 @@ def onednn_workspace(args: Any, outputs: Any) -> Any:
 
 
 def _row(width: int) -> int:
-    """Return how many floats oneDNN's workspace has for one row of `width` values."""
+    """Return how many floats oneDNN's LSTM workspace has for a row of `width` values."""
     rounded = round_up(width, ONEDNN_ALIGN)
     return rounded + ONEDNN_ALIGN if rounded % ONEDNN_AVOIDED == 0 else rounded
 
@@ -364,7 +364,7 @@ UNKNOWN_SIZES = {torch.ops.aten.mkldnn_rnn_layer.default: onednn_workspace}
 
 
 def sum_workspace(num_inputs: int, num_outputs: int, dtype: torch.dtype = torch.float32) -> int:
-    """Return the bytes for partial sums in a CUDA sum of `num_inputs` values for each of `num_outputs`."""
+    """Return the bytes that CUDA allocates for partial sums if each of `num_outputs` values sums `num_inputs`."""
     while num_inputs > 1 and num_inputs * num_outputs * dtype.itemsize > MAX_REDUCED_BYTES:
         num_inputs = -(-num_inputs // 2)
     sum_bytes = 4 if dtype.is_floating_point and dtype.itemsize <= 4 else 8
@@ -389,7 +389,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _sum_op_workspace(args: Any, _: Any) -> int:
-    """Return the bytes of workspace of a call of aten::sum over leading dimensions; 0 for other calls."""
+    """Return the bytes of workspace that CUDA needs for a call of aten::sum; 0 unless it sums leading dimensions."""
     x, dims = args[0], args[1]
     if not isinstance(x, Tensor) or not dims or not x.dim() or not x.numel() or not x.is_contiguous():
         return 0
@@ -399,7 +399,7 @@ def _sum_op_workspace(args: Any, _: Any) -> int:
 
 
 def transposed_bytes(*operands: Tensor) -> int:
-    """Return the bytes of the channels_last copies that torch or cuDNN makes of a convolution's operands.
+    """Return the bytes of the channels_last copies that a convolution on CUDA makes of `operands`.
 
     If one operand or the weight is channels_last, torch copies the others; if none is, cuDNN copies all, since its kernels for tensor cores
     read and write channels_last, with channels in multiples of 16 bytes. Volumes (five dimensions) count in 16 bits, as was measured.
@@ -415,7 +415,6 @@ def is_channels_last(image: Tensor) -> bool:
 
 
 def _is_depthwise(weight: Tensor, groups: int) -> bool:
-    """Return whether a convolution is depthwise; torch has kernels for these that need no workspace."""
     return groups > 1 and weight.shape[1] == 1
 
 
@@ -424,9 +423,9 @@ def _convolution_workspace(args: Any, out: Tensor) -> int:
 
 
 def _convolution_backward_workspace(args: Any, _: Any) -> int:
-    """Return the bytes of the copies of operands that a convolution's backward makes for one of its gradients.
+    """Return the bytes of the copies of input and output's gradient that a convolution's backward makes.
 
-    Copies for the other gradient do not count, since the gradients are computed one after the other.
+    Copies for the gradient of the input do not count, since the gradients are computed one after the other.
     """
     return 0 if _is_depthwise(args[2], args[9]) else transposed_bytes(args[0], args[1])
 

@@ -44,7 +44,7 @@ ADVICE = "Fake tensors have shapes and no values: move that decision out of the 
 
 @dataclass(frozen=True)
 class Arguments:
-    """A batch split into the arguments of the model and the targets, which the loss gets after the model's output."""
+    """A batch split into what the model gets (`args`, `keywords`) and the `targets`, which only the loss gets."""
 
     args: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -52,10 +52,7 @@ class Arguments:
 
     @staticmethod
     def of(batch: Any, loss: Any) -> Arguments:
-        """Return `batch`, split: with a loss, the last item of a tuple is the target, and all others go to the model.
-
-        Without a loss (None), all items go to the model.
-        """
+        """Return `batch` split: with a `loss`, the last item of a tuple is the target; all others go to the model."""
         if isinstance(loss, type) or not (loss is None or callable(loss)):
             given = f"the class {loss.__name__}: pass an instance, {loss.__name__}()" if isinstance(loss, type) else repr(loss)
             raise TraceError(f"loss is a function of the model's output and the target, such as {LOSS_EXAMPLE}, not {given}.")
@@ -73,7 +70,7 @@ class Arguments:
 
 @final
 class Loss(nn.Module):
-    """A module that calls a loss function, so that tensors that the loss saves are recorded as those of a module."""
+    """A module that calls a loss function, so that hooks on modules also see the tensors that the loss saves."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -85,7 +82,10 @@ class Loss(nn.Module):
 
 
 class ModuleRunTimes:
-    """A record of the times (ticks, positions of operations in the step) at which modules that own parameters run."""
+    """Records when modules that own parameters run, in ticks (positions of operations in the step).
+
+    A weight that is stored packed must be decoded at these times.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], current_tick: Callable[[], int]) -> None:
         self._current_tick = current_tick
@@ -95,7 +95,7 @@ class ModuleRunTimes:
 
     @contextmanager
     def recording(self) -> Generator[None]:
-        """Return a context in which calls of modules are recorded, also calls in backward."""
+        """Return a context in which all calls of modules are recorded, those in forward and those in backward."""
         handles: list[Any] = []
         for module in self._modules:
             handles.append(module.register_forward_pre_hook(self._enter))
@@ -108,7 +108,7 @@ class ModuleRunTimes:
                 handle.remove()
 
     def spans(self, parameter: Tensor) -> tuple[Span, ...]:
-        """Return the spans (first tick, last tick) in which a module that owns `parameter` runs with it."""
+        """Return the spans (first and last operation) in which modules that own `parameter` run with it."""
         return merged(self._spans.get(id(parameter), ()))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -123,11 +123,11 @@ class ModuleRunTimes:
 
 
 class FakeStep:
-    """One training step on fake tensors, and the records that it leaves for the trace.
+    """Runs one training step on fake tensors, and holds the records from which its trace is built.
 
     `initial_tensors` has (name, role, tensor) of parameters, buffers and inputs. `gradient_complete_at` maps the id of a parameter to the
-    tick at which its gradient is complete. `held` has allocations that are live when backward begins, but that autograd's graph does not
-    hold.
+    operation (tick) at which its gradient is complete. `held` has allocations that exist when backward begins, though autograd's graph does
+    not hold them.
     """
 
     def __init__(self, model: nn.Module, loss_module: nn.Module, fakes: FakeTensors, device: str) -> None:
@@ -201,10 +201,7 @@ class FakeStep:
 
     @contextmanager
     def _recording_gradients(self) -> Generator[None]:
-        """Return a context that records when the gradient of each parameter is complete.
-
-        From then on the gradient can be added to an accumulator, or used for an update.
-        """
+        """Return a context that records the operation (tick) at which each parameter's gradient is complete."""
         complete_at, timeline = self.gradient_complete_at, self.timeline
 
         def record(parameter: Tensor) -> None:
@@ -239,7 +236,7 @@ class FakeStep:
             transformer._detect_is_causal_mask = before
 
     def _record_held(self, returned: tuple[Any, ...]) -> None:
-        """Record the tensors that are live before backward outside of autograd's graph, but not `returned`."""
+        """Record the tensors that exist before backward though neither autograd's graph nor `returned` holds them."""
         known = {unit.allocation for unit in self.recorder.units} | set(self.recorder.weight_casts)
         known |= {self.timeline.find(tensor) for tensor in tensors_in(returned)}
         self.held = [
@@ -249,7 +246,6 @@ class FakeStep:
         ]
 
     def _record_initial_tensors(self, arguments: Arguments) -> None:
-        """Record the tensors that exist before the step: parameters, buffers and inputs."""
         for module in (self.model, self.loss_module):
             for name, p in module.named_parameters():
                 parts = inner_tensors(p) or {"": p}
@@ -266,10 +262,10 @@ class FakeStep:
 
     @contextmanager
     def _watched(self, module: nn.Module, outside: str, backward: ExitStack | None = None) -> Generator[None]:
-        """Return a context that records tensors that `module` saves, with the name prefix `outside`.
+        """Return a context that records the tensors that `module` saves, under names that begin with `outside`.
 
-        If reentrant checkpoints run layers again in backward, hooks stay until `backward` closes; if it is None, they are removed at the
-        end.
+        Its hooks stay until `backward` closes if reentrant checkpoints run layers again in backward; otherwise, and if it is None, they are
+        removed at the end of the context.
         """
         watch = Watch(module, lambda saved: self.recorder.saved(saved, outside=outside), on_enter=self.recorder.entered)
         watch.checkpoints.store_by(self.recorder.second_pass)
@@ -307,7 +303,7 @@ class FakeStep:
 
     @contextmanager
     def _explained(self, phase: str) -> Generator[None]:
-        """Return a context that adds the module, the phase and the operation to errors that the model raises."""
+        """Return a context that adds the module, the phase and the last operation to errors of the model's code."""
         try:
             yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -349,7 +345,7 @@ class FakeStep:
 
 @contextmanager
 def signature_errors(model: nn.Module, arguments: Arguments, function: str) -> Generator[None]:
-    """Return a context that raises TraceError if the forward of `model` does not take the arguments.
+    """Return a context that turns a TypeError into a TraceError if forward of `model` cannot take `arguments`.
 
     `function` is the name of the function that the user called, for the message.
     """
@@ -365,7 +361,6 @@ def signature_errors(model: nn.Module, arguments: Arguments, function: str) -> G
 
 
 def _signature_fault(model: nn.Module, arguments: Arguments) -> str:
-    """Return a sentence on why the forward of the model does not take these arguments; "" if it takes them."""
     try:
         signature = inspect.signature(model.forward)
     except ValueError:  # of a function without a signature
@@ -380,7 +375,7 @@ def _signature_fault(model: nn.Module, arguments: Arguments) -> str:
 
 
 def missing_loss(count: int, advice: str) -> str:
-    """Return the error message for a step without a loss whose batch of `count` parts seems to end with the target.
+    """Return the error message for a step without a loss if the last of `count` parts of its batch may be the target.
 
     `advice` says how to give the loss.
     """
@@ -388,7 +383,7 @@ def missing_loss(count: int, advice: str) -> str:
 
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Return spans of time in order, where spans that overlap or touch are joined to one.
+    """Return spans (start, end) in order, with those joined that overlap or follow each other without a gap.
 
     >>> merged([(7, 9), (1, 4), (2, 3), (5, 5)])
     ((1, 5), (7, 9))
@@ -403,7 +398,7 @@ def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss that a model returned, itself or as `.loss`; raise TraceError if it returned none."""
+    """Return the loss that a model returned, as its output or as `.loss` of it; raise TraceError if there is none."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Tensor):
         loss = output
@@ -422,7 +417,7 @@ def _describe(value: Any) -> str:
 
 @contextmanager
 def _masks_by_values() -> Generator[None]:
-    """Return a context in which Hugging Face models can read the values of masks and positions.
+    """Return a context in which Hugging Face models read the values of masks and positions, as in a real step.
 
     If they see fake tensors, these models drop no mask, make further masks from positions, and repeat keys and values. In this context they
     read values that are known (tensor_values.py). Compiled models see fake tensors, and do make these masks.
@@ -440,7 +435,6 @@ def _masks_by_values() -> Generator[None]:
 
 @contextmanager
 def _without_fake_tensor_log() -> Generator[None]:
-    """Return a context in which torch does not log errors of operations on fake tensors, since it also raises them."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True

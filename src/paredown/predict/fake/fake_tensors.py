@@ -88,7 +88,7 @@ DEVICE_METHODS = frozenset({"cuda", "pin_memory", "record_stream"})  # tensor me
 
 
 class FakeTensors:
-    """A mapping from each real tensor to a fake CPU tensor of the same size, strides and dtype."""
+    """Makes and remembers a fake CPU tensor for each tensor of a model, of the same size, strides and dtype."""
 
     def __init__(self) -> None:
         self.mode = ValuedFakeMode()
@@ -99,7 +99,7 @@ class FakeTensors:
         self._wrappers: dict[int, Tensor] = {}  # id -> tensor of another library's class, whose inner tensors are fake
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the fake CPU tensor for `tensor`, or `tensor` itself if it is a fake tensor of this mode."""
+        """Return the fake CPU tensor for `tensor`; if `tensor` is such a fake tensor itself, return it unchanged."""
         if (isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode) or id(tensor) in self._wrappers:
             return tensor
         pair = self._made.get(id(tensor))
@@ -188,9 +188,9 @@ def check_model(model: nn.Module) -> None:
 
 @contextmanager
 def with_fake_tensors(model: nn.Module, fakes: FakeTensors) -> Generator[None]:
-    """Return a context in which `model` has fake parameters and buffers.
+    """Return a context in which `model` has fake parameters and buffers; all its attributes are restored at the end.
 
-    paredown's hooks on modules are removed meanwhile, except hooks with `is_traced`.
+    Hooks that paredown put on modules are removed meanwhile, except those that are marked to run in a trace (`is_traced`).
     """
     modules = list(model.modules())
     states = [_state_of(module) for module in modules]
@@ -218,7 +218,6 @@ def _state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, Any]) -> None:
-    """Restore a module's attributes, and the contents of those that are dicts, lists or sets from `copies`."""
     current = vars(module)
     for name in [name for name in current if name not in attributes]:
         del current[name]
@@ -233,7 +232,7 @@ def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, An
 
 
 def _same(container: Any, copy: Any) -> bool:
-    """Return whether a dict or set still has the same objects as its earlier copy, in the same order."""
+    """Return whether `container` (a dict or set) still has the same objects, in the same order, as its earlier copy."""
     if isinstance(container, set):
         return container == copy
     return len(container) == len(copy) and all(a == b and container[a] is copy[b] for a, b in zip(container, copy, strict=True))
@@ -241,9 +240,10 @@ def _same(container: Any, copy: Any) -> bool:
 
 @final
 class DeviceForms(TorchFunctionMode):
-    """A torch function mode in which operations on fake CPU tensors behave as on `device`.
+    """A torch function mode in which operations on fake CPU tensors behave as they do on `device`.
 
-    With `in_graph`, torch.compile traces the operations: then they are CUDA's aten operations, not stand-ins, and tensors are not replaced.
+    With `in_graph`, torch.compile traces the operations: then they are CUDA's aten operations, not stand-ins, and real tensors are not
+    replaced by fake ones.
     """
 
     def __init__(self, device: str, fakes: FakeTensors, *, in_graph: bool = False) -> None:
@@ -284,9 +284,9 @@ class DeviceForms(TorchFunctionMode):
         return func(*args, **kwargs) if result is NotImplemented else result
 
     def _body(self, func: FunctionType) -> Callable[..., Any] | None:
-        """Return a copy of torch's Python function `func` that calls this mode for the operations in its body.
+        """Return a copy of torch's Python function `func` whose inner operations reach this mode too.
 
-        It is None if `func` has no check for tensor overrides (CHECKS): then its operations reach the mode without a copy.
+        It is None if `func` has no check for tensor overrides (CHECKS), since then its operations reach the mode without a copy.
         """
         if func not in self._bodies:
             checks = [check for check in CHECKS if check in func.__code__.co_names]
@@ -299,7 +299,7 @@ class DeviceForms(TorchFunctionMode):
         return self._bodies[func]
 
     def _on_fake_cpu_tensors(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments with fake tensors in place of real tensors, and the CPU in place of any device."""
+        """Return an operation's arguments with fake tensors instead of real ones, and the CPU as any device."""
         if any(type(arg) is not FakeTensor and isinstance(arg, Tensor | list | tuple) for arg in (*args, *kwargs.values())):
             args, kwargs = tree_map_only(Tensor, self._fakes.of, (args, kwargs))
         if name == "to" or "device" in kwargs:
@@ -328,7 +328,10 @@ class DeviceForms(TorchFunctionMode):
         return args, kwargs
 
     def _cast(self, args: Any, kwargs: Any, dtypes: tuple[torch.dtype, ...], to: torch.dtype) -> tuple[Any, Any]:
-        """Return the arguments with tensors of `dtypes` cast to the dtype `to`; casts of parameters are cached."""
+        """Return an operation's arguments with tensors of one of `dtypes` cast to the dtype `to`.
+
+        Casts of parameters are cached, as autocast does.
+        """
 
         def cast(tensor: Tensor) -> Tensor:
             if tensor.dtype not in dtypes or tensor.dtype is to:
@@ -346,10 +349,10 @@ class DeviceForms(TorchFunctionMode):
 
     @contextmanager
     def autocast(self, dtype: torch.dtype | None) -> Generator[None]:
-        """Return a context with autocast of the target device in `dtype`; None turns it off.
+        """Return a context with autocast of the target device in `dtype`; None turns autocast off.
 
-        Cached casts of parameters are freed at its end. Autocast is off around backward, where checkpoints enter the autocast state of
-        their forward pass.
+        Cached casts of parameters are freed at its end. Use None around backward, where checkpoints set the autocast state of their forward
+        pass themselves.
         """
         if self._is_cuda:
             with cuda_autocast(dtype, self._casts.clear), device_ops.trl_kernels():
@@ -362,7 +365,6 @@ class DeviceForms(TorchFunctionMode):
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return the CPU if `value` is a device or the name of a device, and any other value unchanged."""
     if isinstance(value, torch.device):
         return torch.device("cpu")
     if isinstance(value, str):
@@ -389,12 +391,12 @@ class AttentionCall(NamedTuple):
 
     @property
     def facts(self) -> tuple[tuple[Any, ...], dict[str, bool]]:
-        """Return the positional and keyword arguments for functions of `device_ops` about this attention."""
+        """Return the (positional, keyword) arguments for functions of `device_ops` about this attention."""
         return (self.query, self.key, self.value, self.mask), {"causal": self.is_causal, "grouped": self.is_grouped}
 
 
 def _attention(fused: Callable[[AttentionCall], Any]) -> Callable[..., Any]:
-    """Return a function that runs attention as CUDA does; `fused` returns None if no fused kernel applies."""
+    """Return a stand-in for scaled_dot_product_attention: `fused`, or where that returns None, unfused attention."""
 
     def form(
         query: Tensor,
@@ -421,7 +423,7 @@ def _described_attention(call: AttentionCall) -> Any:
 
 
 def _aten_attention(call: AttentionCall) -> Any:
-    """Return the output of the fused attention operation that CUDA runs in a graph; None if no fused kernel applies."""
+    """Return the output of the aten operation of the fused kernel that CUDA would select; None if there is none."""
     tensors, facts = call.facts
     kernel = device_ops.attention_kernel(*tensors, **facts)
     query, key, value, mask = tensors

@@ -38,7 +38,7 @@ GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 @final
 class Value:
-    """The value of one fake tensor as a real tensor: known already, or the result of an operation on other values."""
+    """The value of one fake tensor: a real tensor, or how to compute one from other values when it is needed."""
 
     __slots__ = ("_arguments", "_function", "_inputs", "_result", "is_assumed")
 
@@ -56,11 +56,11 @@ class Value:
 
     @property
     def is_known(self) -> bool:
-        """Return whether the value was computed already, or is a part of a value that was."""
+        """Return whether the value was computed already, itself or as a part of another one."""
         return self._result is not None or (self._function is getitem and self._inputs[0].is_known)
 
     def tensor(self) -> Tensor:
-        """Return the value as a real tensor; it is computed at the first call."""
+        """Return the value as a real tensor, which the first call computes."""
         pending = [self]
         while pending:
             value = pending[-1]
@@ -86,7 +86,7 @@ def _is_value(leaf: Any) -> bool:
 
 @final
 class ValuedFakeMode(FakeTensorMode):
-    """A fake tensor mode that can also run operations such as `nonzero`, whose result depends on values of tensors."""
+    """A fake tensor mode that also runs operations whose result depends on values of tensors, such as `nonzero`."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -95,7 +95,7 @@ class ValuedFakeMode(FakeTensorMode):
         self.places: Counter[str] = Counter()  # modules in which assumed values were needed
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the fake result of an operation, and record how its value could be computed."""
+        """Return the fake result of the operation `func`, and record how its values could be computed."""
         kwargs = kwargs or {}
         inputs = self._inputs(args, kwargs) if func._schema.is_mutable else None  # before they are written to
         try:
@@ -109,12 +109,12 @@ class ValuedFakeMode(FakeTensorMode):
         return out
 
     def know(self, fake: Tensor, tensor: Tensor) -> None:
-        """Record that the fake tensor `fake` has the values of `tensor`, unless that is large or has none."""
+        """Record that the fake tensor `fake` has the values of `tensor`, unless `tensor` is large or has no values."""
         if tensor.numel() <= MAX_ASSUMED and not tensor.is_meta and not isinstance(tensor, FakeTensor):
             self._values[fake] = Value(lambda: tensor.detach().cpu())
 
     def forget(self) -> None:
-        """Drop all recorded values, and `place`, a function that refers to the step, so that both can be freed."""
+        """Drop all recorded values and the function `place`, so that what they refer to can be freed."""
         self._values, self.place = WeakTensorKeyDictionary(), str
 
     def array(self, fake: Tensor) -> Any:
@@ -129,7 +129,7 @@ class ValuedFakeMode(FakeTensorMode):
             self.places[self.place()] += 1
 
     def _number(self, value: Value) -> Any:
-        """Return the number in the tensor of one element that `value` describes."""
+        """Return the number that `value`, of a tensor of one element, holds."""
         self._count(value)
         if not value.is_known:
             with _computing():
@@ -138,7 +138,7 @@ class ValuedFakeMode(FakeTensorMode):
             return value.tensor().item()
 
     def _with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation whose result depends on values; return a number, or fake tensors."""
+        """Run an operation whose result depends on values; return a Python number, or fake tensors."""
         if func is NUMBER:
             return self._number(self._value(args[0]))
         value = Value(_runs(func), self._inputs(args, kwargs))
@@ -154,16 +154,16 @@ class ValuedFakeMode(FakeTensorMode):
         return fake
 
     def _grouped_product(self, args: Any, kwargs: Any) -> Tensor:
-        """Return the fake result of a grouped matrix product; torch has one for bfloat16 only."""
+        """Return the fake result of a grouped matrix product in other dtypes than bfloat16, which torch lacks."""
         with self:
             halves = (torch.empty_strided(t.shape, t.stride(), dtype=torch.bfloat16) for t in args[:2])
             out = GROUPED_PRODUCT(*halves, *args[2:], **kwargs)
             return torch.empty_strided(out.shape, out.stride(), dtype=args[0].dtype)
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: Any) -> None:
-        """Record how the values of small outputs of an operation can be computed from its inputs.
+        """Record how the values of an operation's outputs, if they are small, could be computed from its inputs.
 
-        `inputs` has the values of the inputs before an operation that writes to them; it is None for other operations.
+        `inputs` has the values of the inputs as they were before the operation if it writes to them; it is None for other operations.
         """
         if func._schema.name.removeprefix("aten::").removeprefix("new_").startswith("empty"):
             return
@@ -200,7 +200,7 @@ def _assumed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _runs(func: Any) -> Callable[..., Any]:
-    """Return a function that runs an operation on real values, and on copies of inputs that it changes."""
+    """Return a function that runs the operation `func` on real values without changing its inputs."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if func._schema.is_mutable:
@@ -214,7 +214,7 @@ def _runs(func: Any) -> Callable[..., Any]:
 
 @contextmanager
 def _computing() -> Generator[None]:
-    """Return a context for operations on real values: no modes of torch, no gradients, fixed random numbers."""
+    """Return a context for operations on real values: no modes of torch, no gradients, a fixed seed."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng(devices=()):
         torch.manual_seed(SEED)
         yield

@@ -66,7 +66,7 @@ class CompiledGraphs:
         )  # autograd node of a call: bytes it saved packed
 
     def compile(self, model: nn.Module, wrapper: nn.Module, **options: Any) -> Any:
-        """Return torch.compile(wrapper, **options) with packed graphs; `wrapper`: `model`, or DistributedDataParallel around it."""
+        """Return torch.compile(wrapper, **options), whose graphs pack what they save; `wrapper`: `model`, or DDP around it."""
         partitioner = PlanPartitioner(self.plan, self.seed, self._compiled, has_guard=self._signals is not None)
         inductor = inductor_of(options)
         backend = PlanBackend(self, partitioner, lambda: {id(p): name for name, p in model.named_parameters()}, inductor)
@@ -122,7 +122,7 @@ class CompiledGraphs:
         return self._steps[device].fill_(self.calls + 1)
 
     def _compiled(self, report: GraphReport, previous: GraphReport) -> None:
-        """Replace the report on a graph's `previous` compilation by that on its new one."""
+        """Replace the report on a graph's `previous` compilation by `report`, which is on its new one."""
         self.reports = [*(other for other in self.reports if other is not previous), report]
 
     def on_call(self, report: GraphReport, outputs: Any, numbers: Tensor, num_calls: int) -> None:

@@ -41,8 +41,8 @@ ENOUGH_NUMBERS = NUM_NUMBERS // 2  # the rest is for the signals of guards
 class GraphCheck:
     """Measures `count` numbers in a compiled graph that decide whether an operation's operands may be packed.
 
-    Checks of the same `kind` are measured together, by one call of `join` with the tensors that `measure` returns for all of them.
-    `reason` is a function from the numbers to a reason not to pack the operands, or "".
+    `measure` gets the tensors of the nodes `sources`. Checks of the same `kind` are measured together, by one call of `join` with the
+    tensors that `measure` returned for all of them. `reason` is a function from the numbers to a reason not to pack the operands, or "".
     """
 
     kind: Hashable
@@ -99,7 +99,10 @@ def statistics_of(
     forward: dict[str, fx.Node],
     in_memory: Callable[[fx.Node], Tensor],
 ) -> tuple[fx.Node, fx.Node, float] | None:
-    """Return the nodes (mean, rstd) and the eps of a norm if blocks of its packed input mix channels or rows; else None."""
+    """Return the nodes (mean, rstd) and the eps of a norm if blocks of its packed input mix channels or rows; else None.
+
+    The arguments are those of `check_of`.
+    """
     rstd = next((n for n in operation.nodes if n.target is torch.ops.aten.rsqrt.default), None)
     mean = next((n for n in operation.nodes if n.target is operator.getitem and n.args[1] == 1), None)
     if operation.row.op not in NORMS or rstd is None or mean is None:

@@ -96,7 +96,7 @@ def inverse_order(order: list[int]) -> list[int]:
 
 
 def obstacle(value: Tensor, format: Format, slot: GraphSlot) -> str:
-    """Return why a compiled graph cannot pack a tensor in `format`; "" if it can."""
+    """Return why a compiled graph cannot pack `value`, the fake tensor of a slot, in `format`; "" if it can."""
     if not graph_codec.covers(format):
         return NOT_COVERED.format(format)
     if _gaps(value):
@@ -129,12 +129,12 @@ def _gaps(value: Tensor) -> bool:
 
 
 def sizes_in_memory(value: Tensor, order: list[int]) -> list[int]:
-    """Return the sizes of a tensor, its dimensions permuted to `order`; -1 for a dynamic size."""
+    """Return the sizes of a fake tensor, its dimensions permuted to `order`; -1 for a dynamic size."""
     return [size if isinstance(size := value.shape[d], int) else -1 for d in order]
 
 
 def num_values(value: Tensor, codes: Tensor, format: Format | None) -> int:
-    """Return the number of values of a tensor; for dynamic sizes it is computed from the number of codes or of mask bytes."""
+    """Return the number of values of the fake tensor `value`, computed from the number of codes or mask bytes if dynamic."""
     numel = value.numel()
     width = format.element.width if format is not None else 1
     return numel if isinstance(numel, int) else codes.shape[0] * (8 // width) if width < 8 else codes.shape[0]

@@ -112,7 +112,7 @@ class GraphEditor:
         return any(other is node for other in self._returned[: self.num_outputs])
 
     def save_comparisons(self, packed: set[str], report: GraphReport) -> None:
-        """Save boolean tensors as bits, also those that backward would compute from the tensors named in `packed`."""
+        """Save boolean tensors as bits, also comparisons that backward would make of the rounded tensors named in `packed`."""
         with_tangents = of_tangents(self.backward.graph)
         rounded = {node for name, node in self.placeholders.items() if name in packed}
         saved = [node for name, node in self.placeholders.items() if is_boolean(node) and self._is_saved(name)]
@@ -159,7 +159,7 @@ class GraphEditor:
             self._write_numbers(self._measure(lambda *t: pad(torch.cat(t), (0, NUM_NUMBERS - count)), nodes))
 
     def pack(self, node: fx.Node, codec: GraphCodec) -> int:
-        """Replace a saved tensor by its codes and scales in both graphs, and return the bytes of codes and scales."""
+        """Replace a saved tensor in both graphs by the codes and scales that `codec` makes, and return their bytes."""
         value: Tensor = node.meta["val"]
         old = self.placeholders.pop(node.name)
         place = next(i for i in range(self.num_outputs, len(self._returned)) if self._returned[i] is node)
@@ -188,7 +188,7 @@ class GraphEditor:
         RecomputedChains(self.backward.graph, of_tangents(self.backward.graph)).delay(self._scales, insert)
 
     def add_signals(self, measures: list[tuple[fx.Node, SlotMeasure]], report: GraphReport) -> None:
-        """Make forward measure the rounding errors of packed tensors for a guard.
+        """Make forward measure the rounding errors of packed tensors, for a guard that changes formats by them.
 
         Tensors of dynamic sizes are left out; the errors are the last of the numbers that the graph measures.
         """
@@ -362,7 +362,7 @@ def _insert(
 ) -> list[fx.Node]:
     """Copy the nodes of a traced graph before a node of `graph`, and return the nodes of its outputs.
 
-    `constants`: nodes of `graph` that depend on no argument. They are not copied again, and new ones are added.
+    `arguments`: the nodes that the copies read. `constants`: copies of nodes that read none, by a key, to which new ones are added.
     """
     copies: dict[fx.Node, Any] = {}
     remaining, own = iter(arguments), set[fx.Node]()

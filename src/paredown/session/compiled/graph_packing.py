@@ -113,7 +113,7 @@ KEEPS_LOOPS = {"loop_ordering_after_fusion": False}
 
 @dataclass(frozen=True, eq=False)
 class PlanPartitioner(CustomPartitionerFn):
-    """Splits joint graphs for torch.compile as its own partitioner does, and packs what forward saves."""
+    """Splits joint graphs of torch.compile into forward and backward, as its own partitioner does, and packs what is saved."""
 
     plan: Plan
     seed: int
@@ -168,9 +168,9 @@ class PlanPartitioner(CustomPartitionerFn):
         return forward, backward
 
     def _recompute(self, editor: GraphEditor, joint: JointGraph, report: GraphReport) -> set[str]:
-        """Make backward recompute saved tensors that the plan names; return the names of tensors that this reads.
+        """Make backward recompute the saved tensors that the plan names; return the names of tensors that this reads.
 
-        A name in the plan that several saved tensors have stands for none of them.
+        A name in the plan that several saved tensors share selects none of them.
         """
         found, chosen = recomputable_tensors(editor.forward.graph, editor.num_outputs), dict[str, RecomputedTensor]()
         slots = {n: slot_of(editor.placeholders[n.name], joint) for n in editor.saved_floats() if n.name in joint.of_inputs}
@@ -293,7 +293,10 @@ def chains_to_save(backward: fx.Graph, bits: Mapping[str, float]) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class PlanBackend:
-    """Compiles graphs by Inductor with a `PlanPartitioner` and two more inputs: step counter and measured numbers."""
+    """Compiles graphs by Inductor, as a backend of torch.compile, so that they pack the tensors which they save.
+
+    Each graph gets two more inputs: the step counter, and a tensor for the numbers that the graph measures.
+    """
 
     graphs: CompiledGraphs  # the current plan, seed and step counters
     partitioner: PlanPartitioner
@@ -343,7 +346,7 @@ class PlanBackend:
 
 
 def inductor_of(options: dict[str, Any]) -> Any:
-    """Return Inductor as a backend of torch.compile set by `options`; the options that it takes are removed."""
+    """Return Inductor as a backend of torch.compile, set by those of the `options` that it takes, which are removed."""
     backend = options.pop("backend", "inductor")
     if backend != "inductor":
         raise ApplyError(

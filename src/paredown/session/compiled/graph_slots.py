@@ -114,8 +114,8 @@ def read_joint_graph(
 ) -> JointGraph:
     """Return the model's operations in a joint graph; `parameters` are its placeholders of parameters and buffers.
 
-    `unique`: the names of the nodes that remain when the partitioner merges equal nodes; operations have these alone. `roots`: paths in
-    the model of the modules that are variables of the compiled function, such as {"self": "layers.3"}.
+    `unique`: the names of the nodes that remain when the partitioner merges equal nodes; operations are given with these nodes. `roots`:
+    paths in the model of the modules that are variables of the compiled function, such as {"self": "layers.3"}.
     """
     joint, constant = JointGraph(), set(parameters)
     counts: dict[tuple[str, str], int] = {}

@@ -95,7 +95,9 @@ def _groups(casts: Sequence[fx.Node], nbytes: Callable[[fx.Node], int]) -> Itera
 
 
 def _end_of_layers(signs: Sequence[Hashable], start: int, limit: int) -> int:
-    """Return the end of a group of casts from `start`: after all equal layers up to `limit`, or before the first.
+    """Return where a group of casts from `start` ends: after several equal layers, or before the first of them.
+
+    `signs`: shape and strides of each cast; equal layers are equal runs of signs. `limit`: the largest end of a group.
 
     >>> [_end_of_layers("abcdcdcdcd", start, limit) for start, limit in ((0, 7), (2, 7), (6, 10))]
     [2, 6, 10]
@@ -114,7 +116,7 @@ def _end_of_layers(signs: Sequence[Hashable], start: int, limit: int) -> int:
 
 
 def _join(casts: Sequence[fx.Node], before: fx.Node) -> None:
-    """Replace casts to one dtype by a single call, in front of the node `before`."""
+    """Replace casts to one dtype by a single call of `paredown::cast_all`, in front of the node `before`."""
     graph, values = before.graph, [node.meta["val"] for node in casts]
     with graph.inserting_before(before):
         call = graph.call_function(CAST_ALL, ([node.all_input_nodes[0] for node in casts], values[0].dtype))

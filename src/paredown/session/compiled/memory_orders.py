@@ -34,7 +34,7 @@ Strides = tuple[int, ...]
 
 
 class MemoryOrders:
-    """Predicts the memory order of each tensor of a forward graph: its dimensions, the largest stride first."""
+    """Predicts in which order each tensor of a forward graph lies in memory, since packed tensors are encoded in this order."""
 
     def __init__(self, forward: fx.GraphModule) -> None:
         self._strides: dict[fx.Node, Strides] = {}
@@ -43,7 +43,7 @@ class MemoryOrders:
             self._find(node)
 
     def of(self, node: fx.Node, saved: fx.Node | None = None) -> list[int]:
-        """Return a node's dimensions, the largest stride first. `saved`: its placeholder in backward, if any.
+        """Return a node's dimensions, the largest stride first. `saved`: the node's placeholder in backward, if it is saved.
 
         A saved tensor that a library kernel such as attention reads in backward has the strides that the graph states.
         """
@@ -150,7 +150,7 @@ def _has_fixed_strides(saved: fx.Node) -> bool:
 
 
 def _channels_last(forward: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes that Inductor lays out in channels_last if 4-dimensional; none if it keeps all layouts."""
+    """Return the nodes whose 4-dimensional tensors Inductor lays out in channels_last; none if it keeps all layouts."""
     nodes = list(forward.graph.nodes)
     if not GraphLowering.decide_layout_opt(forward, is_inference=False):
         return set()
@@ -165,7 +165,7 @@ def _channels_last(forward: fx.GraphModule) -> set[fx.Node]:
 
 
 def keeps_layout(graph: fx.Graph) -> bool:
-    """Return whether Inductor keeps the layout of convolutions on CUDA, or makes all channels_last.
+    """Return whether Inductor keeps the memory layout of convolutions on CUDA; otherwise all become channels_last.
 
     It keeps the layout if there are few convolutions among many operations, if one is grouped but not depthwise, if the output of a 3 x 3
     convolution has half as many channels as its input, or if none has more than 64 channels.

@@ -49,7 +49,7 @@ class PackedGraph:
         self._compiled = self._compile(example_inputs)
 
     def __call__(self, *args: Any) -> Any:
-        """Run the graph and return its outputs."""
+        """Run the graph and return its outputs; compile it again if the plan, the seed or the values require this."""
         is_fake = any(isinstance(arg, FakeTensor) for arg in args)  # DDP splits graphs, and calls each part with fake tensors first
         if is_fake or not torch.is_grad_enabled():
             return self._outputs(self._compiled(*args, *self._added), args)

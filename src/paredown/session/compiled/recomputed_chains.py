@@ -85,7 +85,7 @@ class RecomputedChains:
                         user.replace_input_with(node, copies[node])
 
     def _is_shared(self, cone: Iterable[fx.Node], users: set[fx.Node], first: fx.Node) -> bool:
-        """Return whether nodes other than `users` read results of `cone`, and may run before the node `first`."""
+        """Return whether nodes other than `users` read results of the operations `cone`, and may run before the node `first`."""
         nodes = {*cone, *users}
         others, after = {user for node in cone for user in node.users} - nodes, {first}
         last = max(map(self._order.__getitem__, others), default=-1)

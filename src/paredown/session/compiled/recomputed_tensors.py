@@ -104,7 +104,10 @@ def recomputable_tensors(forward: fx.Graph, num_outputs: int) -> dict[str, Recom
 
 
 def _operations_of(node: fx.Node, saved: set[fx.Node], written: set[Any]) -> set[fx.Node]:
-    """Return the operations that recompute a node from saved tensors or inputs; an empty set if that is impossible."""
+    """Return the operations that recompute a node from saved tensors or inputs; an empty set if that is impossible.
+
+    `written`: the inputs that the graph overwrites, from which nothing can be recomputed.
+    """
     cone, stack = set[fx.Node](), [node]
     while stack:
         one = stack.pop()
@@ -166,7 +169,7 @@ def recompute_saved(
 ) -> None:
     """Edit both graphs so that backward recomputes the saved tensors `tensors` and forward does not save them.
 
-    None of these tensors may be recomputed from another of them.
+    None of these may be recomputed from another of them. The first `num_outputs` results of forward are the model's outputs.
     """
     returned: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
     for tensor in tensors:
@@ -215,7 +218,7 @@ def _pass_on(node: fx.Node, graph: fx.Graph, returned: list[Any], num_outputs: i
 
 
 def save_recomputed(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, names: Set[str]) -> None:
-    """Edit both graphs so that forward saves tensors that backward recomputed before.
+    """Edit both graphs so that forward saves the tensors `names`, which backward recomputed before.
 
     Saved tensors that backward read for this recomputation alone are no longer saved.
     """

@@ -159,7 +159,7 @@ class Activations:
 
     @contextmanager
     def storing_in(self, storage: ForwardStorage) -> Generator[None]:
-        """Return a context in which this thread stores saved tensors in `storage`, as backward runs a layer again."""
+        """Return a context in which this thread stores saved tensors in `storage`, used when backward runs a layer again."""
         with patched_attributes(self._local, storage=storage):
             yield
 
@@ -189,7 +189,7 @@ class Activations:
         self._forget_slots()
 
     def report_small_to(self, on_small: Callable[[set[str], int], None]) -> None:
-        """Set the function that gets the slot names of tensors too small to pack, and their largest size in bytes."""
+        """Set the function that is called with the slot names of tensors too small to pack, and their largest size in bytes."""
         self.on_small = on_small
 
     def resume(self, seed: int, forwards: int) -> None:
@@ -202,7 +202,7 @@ class Activations:
         self._plan_number += 1
 
     def begin(self, *, is_sharded: bool) -> None:
-        """Begin a forward pass; `is_sharded`: parameters are freed between forward and backward."""
+        """Begin a forward pass; `is_sharded`: whether parameters are freed between forward and backward."""
         self.count.add()
         if self.host is not None:
             self.host.begin()
@@ -321,7 +321,7 @@ class Activations:
         seen.slot = slot if slot is not None and slot.is_fixed else None
 
     def _slot(self, saved: Saved, piece: StoragePiece) -> SlotDecisions:
-        """Decide how the tensors that this operation saves are stored; later passes use the decisions again."""
+        """Return decisions on how to store the tensor that an operation saves, and keep them for later passes."""
         slot = SlotDecisions(saved, piece, use_and_detail(saved, piece.tensor), self._plan_number)
         self._slots[saved.name] = slot
         return slot
@@ -329,7 +329,11 @@ class Activations:
     def _store(
         self, saved: Saved, piece: StoragePiece, slot: SlotDecisions | None, storage: ForwardStorage, node: Any, raw: Any
     ) -> None:
-        """Store a saved tensor packed, and measure the time that this takes on a CPU; if `slot` is None, decide how it is stored."""
+        """Store a saved tensor packed, and on a CPU measure the time that this takes; if `slot` is None, decide how to store it.
+
+        `piece`: the memory to pack. `storage`: what this forward pass stores. `raw`: the handle by which the autograd node `node` exposes
+        the tensor, and on which hooks are registered.
+        """
         start = self.packing_time.clock()
         with self._lock:
             self._replace(saved, piece, slot or self._slot(saved, piece), storage, node, raw)
@@ -339,7 +343,10 @@ class Activations:
     def _replace(
         self, saved: Saved, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage, node: Any, raw: Any
     ) -> None:
-        """Put packed data in place of a saved tensor, encoded now or shared with another tensor of the same memory."""
+        """Put packed data in place of a saved tensor, encoded now or shared with another tensor of the same memory.
+
+        The arguments are those of `_store`.
+        """
         tensor, forms = piece.tensor, storage.forms
         found = slot.detail if slot.is_fixed else use_and_detail(saved, tensor)
         key = (*piece.key, found)
@@ -374,7 +381,7 @@ class Activations:
         self.not_packed.pop(saved.name, None)
 
     def _leave(self, saved: Saved, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage, use: Use) -> None:
-        """Leave a piece of memory unmodified, and drop packed copies of it."""
+        """Keep a saved tensor unmodified, and drop packed copies of its memory. `use`: what backward needs of the tensor."""
         if use is Use.EXACT:
             self.not_packed.setdefault(saved.name, saved.reason)
         if use is VALUE and self.host is not None and not storage.is_in_backward:
@@ -459,7 +466,7 @@ class Activations:
         return codec.encode(tensor, step, mask.bits)
 
     def _determined(self, saved: Saved, piece: StoragePiece, storage: ForwardStorage) -> StoredForm | None:
-        """Return a stored form without data if backward can recompute the tensor from another one, else None."""
+        """Return a `StoredForm` without values if backward can recompute the tensor from another stored one, else None."""
         recomputation = rematerialization_of(piece.tensor)
         while recomputation is not None:
             form = self._recomputed(saved, piece, recomputation, storage)
@@ -471,7 +478,10 @@ class Activations:
     def _recomputed(
         self, saved: Saved, piece: StoragePiece, rematerialization: Rematerialization, storage: ForwardStorage
     ) -> StoredForm | None:
-        """Return a stored form that recomputes the tensor by `rematerialization`; None if impossible or imprecise."""
+        """Return a `StoredForm` by which backward recomputes the tensor; None if that is impossible or imprecise.
+
+        `rematerialization`: the operation to apply, and the node that saved its input.
+        """
         view = storage.source(rematerialization.source)
         if view is None or not piece.is_whole:
             return None
@@ -499,7 +509,7 @@ class Activations:
         return True
 
     def _sign(self, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage) -> StoredForm:
-        """Return the stored form of a ReLU's mask, which may be packed later, together with another tensor."""
+        """Return a `StoredMask` of a ReLU's output; its bits may be packed later, by the kernel that encodes the same tensor."""
         x = piece.tensor
         if slot.is_delayed and self.on_packed is None:
             form = StoredMask(piece, None, (1.0, 0.0), x.detach())

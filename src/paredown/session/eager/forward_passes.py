@@ -35,7 +35,7 @@ from paredown.session.value_bounds import check_is_warm
 
 @dataclass
 class ForwardStorage:
-    """Holds the stored forms of tensors that one running forward pass saved, and the storages left unmodified."""
+    """Holds, for one running forward pass, what is stored of each saved tensor, and the storages that stay unmodified."""
 
     is_in_backward = False  # whether backward runs a part of the model again
     forms: dict[Any, StoredForm] = field(default_factory=dict)  # by (storage, version, ..., `use_and_detail`)
@@ -52,15 +52,15 @@ class ForwardStorage:
     sources: dict[int, tuple[Any, StoredView]] = field(default_factory=dict)
 
     def baseline_bytes(self, unmodified: Mapping[int, int]) -> int:
-        """Return the bytes that this pass would save without a plan; `unmodified`: bytes of unmodified storages."""
+        """Return the bytes that this pass would save without a plan; `unmodified`: bytes of unmodified storages by address."""
         originals = {key[0]: form.original_bytes for key, form in self.forms.items()}
         return sum({**originals, **unmodified}.values())
 
     def restore_held(self, held: dict[int, Tensor]) -> tuple[list[Any], list[Any]]:
-        """Refer to original memory instead of packed data where a tensor in `held` (by address) keeps it allocated.
+        """Drop packed data whose original memory is kept allocated by a tensor in `held`, and use the original instead.
 
-        Return two lists of keys: of the data that was replaced, and of the data whose original is alive although no known tensor refers
-        to it.
+        `held`: tensors by storage address. Return two lists of keys of `forms`: those whose data was dropped, and those whose original is
+        alive although no known tensor refers to it.
         """
         forms = {key: form for key, form in self.forms.items() if key[0] not in self.produced}
         for key, form in forms.items():
@@ -77,7 +77,7 @@ class ForwardStorage:
         return restored, alive
 
     def packable_sizes(self, held: Iterable[Any]) -> list[int]:
-        """Return the bytes of each piece of memory that packing could free; `held`: keys of pieces that stay."""
+        """Return the bytes of each piece of memory that packing could free; `held`: keys of pieces that stay allocated anyway."""
         packed = {key[:-1]: form.numel * form.dtype.itemsize for key, form in self.forms.items()}
         return [size for size in {**packed, **self.left, **dict.fromkeys(held, 0)}.values() if size]
 
@@ -163,12 +163,12 @@ class PassOutputs:
 
 
 def storage_of(form: StoredForm) -> torch.UntypedStorage | None:
-    """Return the original memory that a stored form replaces; None if it was freed."""
+    """Return the original memory that a `StoredForm` replaces; None if it was freed."""
     return torch.UntypedStorage._new_with_weak_ptr(form.weak_storage)
 
 
 class ThreadState(threading.local):
-    """Holds the state of one thread: storage of its running forward pass, and outputs of submodules' calls."""
+    """Holds the state of one thread: what its running forward pass stores, and the outputs of submodules that it called."""
 
     def __init__(self) -> None:
         self.storage: ForwardStorage | None = None  # the storage of the running pass
@@ -186,7 +186,7 @@ class ActivationBytes(NamedTuple):
 class ForwardCount:
     """Counts the forward passes of a session; the count selects the random bits of stochastic rounding.
 
-    Kernels read the count in their device's memory, so each replay of a CUDA graph draws new bits; there alone captured passes count.
+    Kernels read the count from a tensor on their device. A CUDA graph adds to that tensor at each replay, so that replays draw new bits.
     """
 
     def __init__(self) -> None:

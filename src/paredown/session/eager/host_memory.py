@@ -52,7 +52,10 @@ class HostMemory:
         self._is_new_pass = True
 
     def reach(self, name: str, device: torch.device) -> bool:
-        """Begin a new layer if activation `name` is not in the current one; return whether values can be moved."""
+        """Begin a new layer if activation `name` is not in the current one; return whether the layer can be moved to the host.
+
+        It cannot be moved from a device without CUDA, while a CUDA graph is captured, or after pinned memory could not be allocated.
+        """
         if self._has_failed:
             return False
         if device.type not in OFFLOADING_DEVICES or is_capturing():
@@ -79,7 +82,7 @@ class HostMemory:
             self._filling.add(name, form, is_moved=self._layers[name][1])
 
     def _begin_layer(self, path: str, device: torch.device) -> None:
-        """Begin the layer `path`: start copying the last layer to the host, free the one before it on the GPU."""
+        """Begin the layer `path`: start copying the last layer to the host, and free GPU memory of the layer before that."""
         before, self._is_new_pass = self._filling, False
         if self._leaving is not None:
             self._leaving.leave()
@@ -106,7 +109,7 @@ class HostMemory:
 
 
 class OffloadedLayer:
-    """Moves the packed values of one layer together; `before` is the layer that backward needs next."""
+    """Moves the packed activations of one layer to host memory and back; `before` is the layer that backward needs next."""
 
     def __init__(self, path: str, device: torch.device, copies: HostCopies, before: OffloadedLayer | None) -> None:
         self.path, self.device, self._copies = path, device, copies
@@ -131,7 +134,7 @@ class OffloadedLayer:
         return [(copy, form) for copy in copies if (form := copy.form()) is not None and form.host is copy]
 
     def copy_to_host(self) -> None:
-        """Start copying the layer's values to host memory; raise MemoryError, and copy none, without pinned memory."""
+        """Start copying the layer's values to host memory; raise MemoryError and copy none if it cannot be pinned."""
         present = [(copy, form) for copy, form in self._present() if copy.is_moved and form.stored is not None]
         if not present:
             return
@@ -201,7 +204,7 @@ class LayerCopy(HostCopy):
 
 
 class HostBytes(NamedTuple):
-    """Holds a copy of a packed tensor in host memory: bytes of its tensors, in pieces as `pinned_pieces` says.
+    """Holds a copy of a packed tensor in host memory: the bytes of each tensor in it, split as `pinned_pieces` says.
 
     `like` is the same packed tensor on the meta device, with shapes and dtypes alone.
     """
@@ -211,12 +214,12 @@ class HostBytes(NamedTuple):
 
 
 def mapped(stored: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of `stored` (a buffer or packed tensor of a codec) with `function` applied to its tensors."""
+    """Return a copy of `stored`, a codec's buffer or a `PackedTensor`, with `function` applied to each tensor in it."""
     return function(stored) if isinstance(stored, Tensor) else stored.mapped(function)
 
 
 def flat_bytes(stored: Any) -> list[Tensor]:
-    """Return the bytes of each tensor in `stored` (a buffer or a packed tensor) as flat uint8 views."""
+    """Return the bytes of each tensor in `stored`, a codec's buffer or a `PackedTensor`, as flat uint8 views."""
     parts = [stored] if isinstance(stored, Tensor) else stored.parts.tensors()
     return [part.reshape(-1).view(torch.uint8) for part in parts]
 
@@ -229,7 +232,10 @@ class HostCopies:
         self.moved: set[str] = set()  # slots that were copied to host memory
 
     def to_host(self, stored: Sequence[Any], device: torch.device) -> tuple[list[HostBytes], Any]:
-        """Start copying `stored` to host memory; return copies and completion event, or raise MemoryError."""
+        """Start copying packed values to host memory; return the copies and the CUDA event at which they are complete.
+
+        Raise MemoryError if pinned memory cannot be allocated.
+        """
         sources = [flat_bytes(one) for one in stored]
         try:
             copies = [
@@ -242,7 +248,7 @@ class HostCopies:
         return copies, self._copy([pair for pieces, parts in pairs for pair in _by_piece(pieces, parts)], device)
 
     def to_device(self, on_host: Sequence[HostBytes], device: torch.device) -> tuple[list[Any], Any]:
-        """Start copying `on_host` to `device`, in memory of its current stream; return copies and completion event."""
+        """Start copying `on_host` to new memory on `device`; return the copies and the CUDA event at which they are complete."""
         stored = [mapped(copy.like, lambda part: torch.empty_like(part, device=device)) for copy in on_host]
         pairs = [pair for copy, one in zip(on_host, stored, strict=True) for pair in _by_piece(copy.pieces, flat_bytes(one))]
         return stored, self._copy([(target, piece) for piece, target in pairs], device)
@@ -275,6 +281,6 @@ def _pieces(part: Tensor) -> list[Tensor]:
 
 
 def _by_piece(pieces: list[list[Tensor]], parts: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each piece of host memory with the bytes on the device that it is copied from or to."""
+    """Yield each piece of host memory with the bytes of a device tensor in `parts` that it is copied from or to."""
     for of_part, part in zip(pieces, parts, strict=True):
         yield from zip(of_part, part.split([piece.numel() for piece in of_part]), strict=True)

@@ -71,7 +71,7 @@ class ProductInput:
 
 
 class ProductLayers:
-    """Makes linear layers multiply 8-bit codes as the plan requests, and records why other layers do not."""
+    """Makes linear layers multiply 8-bit codes of input and weight, as the plan requests, and records why others do not."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         self.elements: dict[str, str] = {}
@@ -157,18 +157,18 @@ class ProductLayers:
 
     @property
     def multiplied(self) -> dict[str, str]:
-        """Return {path: element of the codes, "int8"} of the layers that have multiplied codes in all their calls."""
+        """Return {path: type of the codes, such as "int8"} of the layers that have multiplied codes in all their calls."""
         unused = self._unused()
         return {path: element for path, element in self.elements.items() if path not in self.left and path not in unused}
 
     def _unused(self) -> dict[str, str]:
-        """Return {path: reason} of chosen layers whose products neither a hook nor a compiled graph replaced."""
+        """Return {path: reason} of the layers that should multiply codes, but that no hook and no compiled graph changed."""
         if self.in_graphs is not None:
             return dict.fromkeys(self.elements.keys() - self.in_graphs - self.left.keys(), NOT_IN_GRAPHS)
         return {path: COMPILED for path, hook in self._hooks.items() if hook.was_compiled}
 
     def changes(self) -> Iterator[Change]:
-        """Yield a `Change` for layers that multiply codes, by element, and for each layer that should and does not."""
+        """Yield a `Change` for the layers that multiply each type of codes, and for each layer that should and does not."""
         multiplied = self.multiplied
         for element in dict.fromkeys(multiplied.values()):
             paths = [path for path, of in multiplied.items() if of == element]
@@ -195,7 +195,7 @@ class ProductLayers:
 
 
 class _Enter:
-    """Passes a `ProductInput` to one layer, as its forward pre-hook."""
+    """Replaces the input of one layer by a `ProductInput`, as its forward pre-hook."""
 
     def __init__(self, layers: ProductLayers, path: str) -> None:
         self._layers, self._path = layers, path

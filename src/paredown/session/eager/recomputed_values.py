@@ -50,8 +50,8 @@ def decode_steps_of(
 ) -> DecodeSteps | None:
     """Return the operations that compute `result` from the decoded `source`; None if it cannot be computed.
 
-    `signs`: the stored signs of the result, if an activation function needs them. `keeps_parameters`: whether the model keeps its
-    parameters until backward, so that the operations need no copies of them.
+    `rule`: how to recompute the result. `signs`: its stored signs, if an activation function needs them. `keeps_parameters`: whether the
+    model keeps its parameters until backward, so that the operations need no copies of them.
     """
     form, (size, stride, *_) = source.form, source.layout
     if not form.is_whole or form.numel != result.numel or form.numel != size.numel():
@@ -101,7 +101,7 @@ def _batch_norm(node: Any, source: StoredView, keeps_parameters: bool) -> Norm |
 
 
 def _vector(parameter: Tensor | None, keeps_parameters: bool) -> Tensor | None:
-    """Return a norm's parameter as a 1-D float32 tensor, a copy unless the parameter is kept until backward."""
+    """Return a norm's parameter as a 1-D float32 tensor, which is a copy unless the parameter is kept until backward."""
     if parameter is None or (keeps_parameters and parameter.dim() == 1 and parameter.dtype is torch.float32):
         return parameter
     return parameter.detach().float().reshape(-1).clone()

@@ -73,7 +73,7 @@ FIXED_USES = (Use.VALUE, Use.SIGN, Use.SHAPE, Use.EXACT)  # bounds and widths of
 
 
 class SlotDecisions:
-    """Holds decisions on how tensors that one operation saves are stored, valid while plan and layout stay."""
+    """Holds decisions on how to store the tensors that one operation saves, valid while plan and memory layout stay equal."""
 
     def __init__(self, saved: Saved, piece: StoragePiece, detail: tuple[Use, Any], plan_number: int) -> None:
         tensor = piece.tensor
@@ -112,7 +112,7 @@ def memory_of(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[Any, ...]:
 
 
 def form_for(use: Use, detail: Any, piece: StoragePiece) -> StoredForm | None:
-    """Return a mask, small integers or a shape to store if backward needs no more than that; otherwise None.
+    """Return a `StoredForm` of bits, small integers or a shape if backward needs no more of the tensor; otherwise None.
 
     `use`: what backward needs. `detail`: the bounds of a mask or the dtype of an index, as `use_and_detail` returns them.
     """

@@ -40,7 +40,7 @@ class StoragePiece:
     __slots__ = ("address", "is_whole", "key", "numel", "storage", "tensor")
 
     def __init__(self, tensor: Tensor, known: tuple[bool, int] | None = None) -> None:
-        """Choose whether to pack the whole storage of `tensor` or a copy of the view.
+        """Choose whether to pack the whole storage of `tensor`, or only a copy of `tensor`, if it is a small view.
 
         `known`: (is_whole, numel) of an earlier tensor with the same layout, so that they need not be computed again.
         """
@@ -176,7 +176,7 @@ class StoredForm(ABC):
 
 @final
 class StoredValues(StoredForm):
-    """Stores the values of a saved tensor, encoded in a format."""
+    """Stores the values of a saved tensor until backward, encoded in a format."""
 
     packed_data = ("stored", "host")
     __slots__ = ("_copies", "_copy", "codec", "host", "stored")
@@ -242,7 +242,7 @@ class StoredValues(StoredForm):
 
 
 class HostCopy(ABC):
-    """Declares what a copy of packed values in host memory does; `is_moved`: whether the plan offloads them."""
+    """Declares the methods of a copy in host memory of packed values; `is_moved`: whether the plan moves the values there."""
 
     __slots__ = ("is_moved", "names")
     is_moved: bool
@@ -250,7 +250,7 @@ class HostCopy(ABC):
 
     @abstractmethod
     def bring_back(self) -> None:
-        """Copy the values back to the device, unless they are there, and let its current stream wait for them."""
+        """Copy the packed values back to the GPU unless they are there, and let its current stream wait for the copy."""
 
     @property
     @abstractmethod
@@ -259,7 +259,7 @@ class HostCopy(ABC):
 
 
 class DecodedCopy:
-    """Refers to the last decoded copy of values that several saved tensors share."""
+    """Refers to the last decoded copy of values that several saved tensors share, so that it serves all of them."""
 
     __slots__ = ("__weakref__", "alive", "held", "num_unpacked", "stream")
 
@@ -288,7 +288,7 @@ class DecodedCopies:
         self._held: deque[weakref.ref[DecodedCopy]] = deque()
 
     def hold(self, copy: DecodedCopy, values: Tensor) -> None:
-        """Keep `values` alive until the last saved tensor that shares them is unpacked, if memory allows it."""
+        """Keep `values` alive in `copy` until the last saved tensor that shares them is unpacked, if memory allows it."""
         if not values.is_cuda or values.nbytes < MIN_HELD_BYTES:
             return
         in_use, peak = memory_in_use(values.get_device())
@@ -321,8 +321,8 @@ def memory_in_use(index: int) -> tuple[int, int]:
 class StoredMask(StoredForm):
     """Stores one exact bit for each value of a saved tensor, which is decoded as one of two values.
 
-    `delayed`: a tensor that the next operation is going to encode. The mask is packed in the same pass over memory, or at the latest when
-    the forward pass ends.
+    `delayed`: the saved tensor itself, if a later operation is expected to encode it. The mask is then packed by the same kernel, or at the
+    latest when the forward pass ends.
     """
 
     packed_data = ("bits", "delayed")
@@ -337,7 +337,7 @@ class StoredMask(StoredForm):
         *,
         bounds: tuple[float, float] = (0.0, NO_BOUND),
     ) -> None:
-        """Store `bits`: 1 for values between `bounds`, decoded as `values[0]`; 0 for others, as `values[1]`.
+        """Store `bits`: 1 (decoded as `values[0]`) for values between `bounds`, 0 (decoded as `values[1]`) for others.
 
         `bits` is None if `delayed` is given.
         """
@@ -400,7 +400,7 @@ class StoredShape(StoredForm):
 
 
 class ViewLayout(NamedTuple):
-    """Holds size, strides and offset of a saved tensor in a piece of memory; `is_all` if it covers the piece."""
+    """Holds size, strides and offset of a saved tensor in a piece of memory; `is_all`: whether the tensor fills the piece."""
 
     size: torch.Size
     stride: tuple[int, ...]

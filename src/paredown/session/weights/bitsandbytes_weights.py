@@ -51,7 +51,6 @@ def four_bit_weights(tensors: Mapping[str, FileTensor]) -> Iterator[PackedInFile
 
 
 def _read(parts: Mapping[str, FileTensor], state: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype) -> PackedTensor:
-    """Return a 4-bit weight of bitsandbytes as a packed tensor with the same values, from its `parts` (by suffix) and JSON `state`."""
     length = int(state["blocksize"])
     rows, cols = Format.rows_and_cols(shape)
     packed = parts[""].read()

@@ -81,7 +81,7 @@ def open_checkpoint(source: PathText | Sequence[PathText]) -> Checkpoint:
 
 
 def _saved_weights(found: FoundTensors) -> Iterator[PackedInFiles]:
-    """Yield the packed weights that `save_packed` wrote into these files."""
+    """Yield the packed weights that `save_packed` wrote into the files whose tensors are `found`."""
     for metadata in found.metadata:
         if METADATA in metadata:
             value = parse_json(metadata[METADATA], "metadata of packed weights", CheckpointError, name=str(found.where))
@@ -103,7 +103,6 @@ def _shape_and_dtype(name: str, header: Any) -> tuple[torch.Size, torch.dtype]:
 
 
 def _read(name: str, header: str, parts: Mapping[str, FileTensor]) -> PackedTensor:
-    """Read a packed tensor from its `header` and `parts` (codes, scales); raise CheckpointError if they mismatch."""
     try:
         return PackedTensor.from_state_dict({"header": header, **{part: tensor.read() for part, tensor in parts.items()}})
     except CodecError as error:
@@ -114,7 +113,7 @@ def _read(name: str, header: str, parts: Mapping[str, FileTensor]) -> PackedTens
 
 
 def plan_of(plan: Plan | str | None) -> Plan:
-    """Return the plan that `plan` is or names as a preset; for None, return the plan that packs nothing."""
+    """Return `plan` itself or, for a name, the preset of this name; None stands for the plan that packs nothing."""
     chosen = Plan() if plan is None else Plan.preset(plan) if isinstance(plan, str) else plan
     if not isinstance(chosen, Plan):
         raise CheckpointError(f"plan is a Plan or the name of a preset, such as 'frozen4', not {brief(plan)}.")

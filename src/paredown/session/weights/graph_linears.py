@@ -87,7 +87,7 @@ class GraphLinears:
     """Chooses the linear layers whose frozen packed weights compiled graphs decode, and replaces their forward."""
 
     def __init__(self, model: nn.Module, head: nn.Module | None, packed_before: frozenset[str] = frozenset()) -> None:
-        """Choose linear layers other than the output `head`; `packed_before`: weights packed before `apply`."""
+        """Choose frozen linear layers, except the output `head`; `packed_before`: names of weights packed before `apply`."""
         self.packed_before = packed_before
         routers = {id(parameter) for parameter in router_weights(model).values()}
         uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)

@@ -106,7 +106,7 @@ class Weights:
         self._loading: list[tuple[str, weakref.ref[nn.Parameter], Format]] = []  # packed before the next forward pass
 
     def _stays_plain(self, name: str, parameter: nn.Parameter, format: Format) -> bool:
-        """Return whether a parameter stays unpacked since its dtype is the requested format, or it is small."""
+        """Return whether a parameter stays unpacked, since its dtype is the requested format or it is small; if so, note it."""
         if parameter.dtype is PLAIN_DTYPES.get(str(format)):
             self._plain.add(name)
             return True
@@ -208,7 +208,7 @@ class Weights:
     def attach(self) -> None:
         """Pack the weights and register the hooks that decode them.
 
-        The session's `Watch` registers its hooks first, since they must see saved tensors before these hooks do.
+        The session's `Watch` must register its hooks first, since it must see saved tensors before these hooks replace them.
         """
         try:
             self._pack()
@@ -239,7 +239,7 @@ class Weights:
         self._pack_shards(sharded)
 
     def _pack_shards(self, sharded: dict[str, tuple[DTensor, Format]]) -> None:
-        """Pack this process's rows of the parameters that fully_shard manages; all processes pack the same ones."""
+        """Pack this process's rows of parameters that fully_shard manages; all processes must pack the same parameters."""
         model = self._model()
         if sharded and model is not None:
             packed, refused = packed_shards.pack_shards(sharded, model)
@@ -358,7 +358,7 @@ class Weights:
             call.begin_saves()
 
     def _unpack(self, weight: Weight, accumulators: Accumulators) -> None:
-        """Decode a weight before its module runs, and count references to its memory, to notice later ones."""
+        """Decode a weight before its module runs, and count references to its memory, to notice those that the module adds."""
         with self._lock:  # threads may run the same module
             weight.users += 1
             if not weight.address:
@@ -532,7 +532,7 @@ class Weights:
 
     @contextmanager
     def unpacked(self) -> Generator[None]:
-        """Return a context in which packed parameters are decoded; changed ones are quantized again at its end."""
+        """Return a context in which packed parameters are decoded; those changed in it are quantized again at its end."""
         self._remove_released()
         shards = {shard.weight for shard in self.shards.values()}  # which are DTensors all the time
         plain = [weight for weight in self.weights.values() if weight not in shards and weight.parameter is not None]
@@ -549,7 +549,7 @@ class Weights:
 
 
 def _retry_after_gradient(retry: weakref.WeakMethod[Any], ref: weakref.ref[Weight], parameter: Tensor) -> None:
-    """Free a weight's decoded values when its gradient was accumulated, since backward has used them by then."""
+    """Free a weight's decoded values, as a hook that runs when backward has used them and accumulated the gradient."""
     method, weight = retry(), ref()
     if method is not None and weight is not None:
         method(weight, in_backward=True)

@@ -118,7 +118,10 @@ def find_tensors(source: PathText | Sequence[PathText], *, names: Sequence[str] 
 
 
 def _in_folder(folder: Path, names: Sequence[str]) -> Path:
-    """Return the path of the index or file in `folder` named in `names`, or the only one; or raise CheckpointError."""
+    """Return the path of a safetensors file or index in `folder`: the first of `names` that is there, or else the only one.
+
+    Raise CheckpointError if there is none, or several.
+    """
     for name in names:
         for path in (folder / f"{name}{INDEX_SUFFIX}", folder / f"{name}{SUFFIX}"):
             if path.is_file():
@@ -157,7 +160,7 @@ def _merged(where: Path, files: Sequence[Path], file_of: Mapping[str, str] | Non
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return the description of each tensor in a file by name, and the file's metadata."""
+    """Return the description of each tensor in a file by name, and under the key METADATA the file's metadata."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -196,7 +199,7 @@ def _tensor(path: Path, name: str, row: Any, begin: int) -> FileTensor:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Holds tensors that must be written into the same file, and a text that describes them."""
+    """Holds tensors that must be written into the same file, such as codes and scales of a weight, and a text on them."""
 
     name: str
     tensors: Mapping[str, Tensor]
@@ -234,7 +237,6 @@ def write_shards(
 
 
 def _shards(records: Iterable[TensorRecord], max_bytes: int) -> Iterator[list[TensorRecord]]:
-    """Yield lists of records of at most `max_bytes` together."""
     shard, num_bytes = list[TensorRecord](), 0
     for record in records:
         size = sum(tensor.nbytes for tensor in record.tensors.values())
@@ -248,7 +250,7 @@ def _shards(records: Iterable[TensorRecord], max_bytes: int) -> Iterator[list[Te
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write one file; tensors of other devices are copied to the host one at a time."""
+    """Write a safetensors file; tensors on other devices are copied to the host one at a time."""
     header: dict[str, Any] = {METADATA: dict(metadata)}
     end = 0
     for name, tensor in tensors.items():

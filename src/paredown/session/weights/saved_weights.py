@@ -125,7 +125,10 @@ def _saved(node: Any) -> list[tuple[str, Any]]:
 
 
 def _replace(raw: Any, memory: Mapping[int, Weight], *, is_layer: bool) -> bool:
-    """Replace a saved tensor if it is a decoded weight, or a view or cast of one; return whether it was replaced."""
+    """Replace a saved tensor, given its handle, if it is a decoded weight or a view or cast of one; return whether it is.
+
+    `raw`: autograd's `SavedTensor`. `memory`, `is_layer`: as for `release_saved_weights`.
+    """
     if raw is None:
         return False
     tensor = raw.data
@@ -146,8 +149,8 @@ def _replace(raw: Any, memory: Mapping[int, Weight], *, is_layer: bool) -> bool:
 class CheckpointedSaves:
     """Registers saved-tensor hooks that keep decoded frozen weights out of a checkpoint's second forward pass.
 
-    The hooks of checkpointing get every tensor, so that both forward passes count the same ones. What they return for a weight is dropped:
-    the second forward pass then stores nothing for the weight, and backward decodes it.
+    The hooks of checkpointing get every tensor, so that they count as many in both forward passes. What they return for a weight is
+    dropped: the second forward pass then stores nothing for the weight, and backward decodes it.
     """
 
     __slots__ = ("__weakref__", "_memory", "_outer")
@@ -219,7 +222,7 @@ def gradient_node(weight: Weight, known: Accumulators) -> Any:
 
 
 def _nodes(values: Any, first: int) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """Yield each autograd node behind `values` from number `first` on, with the indices of edges to it."""
+    """Yield (node, indices of the edges that lead to it) for the autograd nodes behind `values` from number `first` on."""
     pending: list[Any] = [(t.grad_fn, ()) for t in tensors_in(values) if t.grad_fn is not None]
     seen: set[Any] = set()
     while pending:
@@ -319,7 +322,7 @@ class PackedModule:
         return self._weights
 
     def release(self, output: Any, call: WeightCall) -> bool:
-        """Replace weights that a call of the module saved; return whether other code's hooks may hold one.
+        """Replace the weights that a call of the module saved; return whether hooks of other code may hold a weight.
 
         The paths in autograd's graph that earlier calls found are tried first.
         """
@@ -339,7 +342,7 @@ class PackedModule:
 
 
 class WeightCall:
-    """Describes a running call of a module with packed parameters."""
+    """Describes a running call of a module with packed parameters, which are decoded until the call ends."""
 
     __slots__ = ("_saves", "first", "place", "weights")
 
@@ -383,7 +386,7 @@ def parameters_without_hooks(model: nn.Module, is_compiled: bool) -> dict[int, s
 
 
 def export_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Replace packed weights in a state dict by decoded tensors; tied weights stay one tensor."""
+    """Replace packed weights in a state dict by decoded tensors, as a state-dict hook; tied weights stay one tensor."""
     for name in module._parameters:
         value = state.get(prefix + name)
         if isinstance(value, PackedParameter):

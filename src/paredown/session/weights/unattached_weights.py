@@ -110,7 +110,10 @@ def stays_packed(weight: Weight, packed_base: bool | None, was_packed: bool) -> 
 
 
 def kept_formats(asked: Mapping[str, Format | None], weights: Mapping[str, Weight]) -> Iterator[Change]:
-    """Yield a `Change` for weights packed before `apply` in a format other than the plan's (`asked`, by name)."""
+    """Yield a `Change` for weights that were packed before `apply` in another format than the plan's.
+
+    `asked`: the formats that the plan requests, by name of the weight.
+    """
     rows: dict[tuple[str, str], list[str]] = {}
     for name, format in asked.items():
         if name in weights and str(format) != str(weights[name].format):

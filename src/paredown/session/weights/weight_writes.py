@@ -110,7 +110,7 @@ class WeightWrites:
         self._loading.update({weight: _versions(weight) for weight in _weights_of(module)})
 
     def _written(self, weight: Weight, values: Tensor) -> Callable[[], None] | None:
-        """Return a function that, after `values` are written into a weight, warns of lost updates; or None."""
+        """Return a function that warns if rounding loses the update `values` that is being written into a weight, or None."""
         parameter, name = weight.parameter, self._names.get(weight)
         is_loaded = weight in self._loading and self._loading[weight] in (None, _versions(weight))
         if parameter is None or name is None or is_loaded:
