@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import Tensor, fx, nn
 from torch._inductor import memory
@@ -65,7 +66,8 @@ def test_inductor_does_not_replace_the_order_of_packed_graphs(monkeypatch: pytes
     monkeypatch.setattr(memory, "reorder_for_peak_memory", counted)
     torch.compiler.reset()
     net, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(128, 32)
-    with inductor_config.patch(force_disable_caches=True):  # a graph from Inductor's cache is not scheduled
+    # a graph from a cache is not scheduled
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
         with pare.apply(pare.Plan.uniform(activation="int8/64@bf16"), net) as session:
             session.compile()(x).square().sum().backward()
         assert compared == []
