@@ -100,7 +100,7 @@ def _made(request: PlanRequest, subject: Subject, within: Budget) -> Plan:
 
 
 def _probed(subject: Subject, trace: Trace) -> Any:
-    """Return the gradient errors of each slot (tensor), measured by `probe`; raise PlanError for a model on the meta device."""
+    """Run the model to measure the gradient error of each slot (tensor) in each format; its weights must have values."""
     from paredown.check.probe import probe
     from paredown.errors import PlanError
 
@@ -152,7 +152,7 @@ def explain(
 
 
 def _slot_lines(slots: Sequence[PlannedSlot]) -> list[str]:
-    """Return the lines of a table of the slots (tensors of the step), the largest first."""
+    """Return the lines of a table of `slots`, the tensors of the step: the largest, and how many are left out."""
     rows = sorted(slots, key=lambda row: -row.baseline_bytes)
     cells = [
         (row.slot, row.role.value, say_bytes(row.baseline_bytes), say_bytes(row.nbytes), row.format, row.what, row.why)

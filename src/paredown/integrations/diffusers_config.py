@@ -130,7 +130,7 @@ def read_diffusers_config(
 
 
 def _model(path: Path, value: Mapping[str, Any]) -> nn.Module:
-    """Return the diffusers model that a config describes, on the meta device."""
+    """Return on the meta device the diffusers model that `value`, the JSON of the config at `path`, describes."""
     name = value[DIFFUSERS]
     try:
         import diffusers  # type: ignore[import-not-found]
@@ -151,7 +151,7 @@ def _model(path: Path, value: Mapping[str, Any]) -> nn.Module:
 
 
 def _sizes(input: str | None) -> dict[str, Any]:
-    """Return the option that --input sets: pixels of the picture, or tokens of the texts."""
+    """Return what --input, `input`, sets: {"picture": (height, width)} in pixels, {"length": tokens of a text}, or {} for None."""
     kind, _, number = (input or "").partition(":")
     sides = (input or "").lower().split("x")
     if kind == "tokens" and number.isdigit():

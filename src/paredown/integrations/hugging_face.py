@@ -70,7 +70,7 @@ _ATTACHED: weakref.WeakKeyDictionary[Session | SimulatedSession, tuple[Plan, dic
 
 @final
 class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
-    """A callback of Hugging Face's Trainer that applies a plan, saves the session's state in checkpoints, and logs.
+    """A callback of Hugging Face's Trainer that applies a plan, saves the session's state in checkpoints, and logs memory.
 
     The session stays open after `train()`, so that a base model that fits the device only when packed is not decoded; `close` ends it.
     `attach` makes a callback. `Trainer(callbacks=[TrainerPlanCallback(plan)], optimizer_cls_and_kwargs=optimizer_of(args))` works too, but
@@ -109,7 +109,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         return (self.plan, self._options) == (other.plan, other._options)
 
     def put_on(self, model: Any) -> None:
-        """Apply the plan to `model`; a session of an earlier `attach` is used again if plan and options are the same, else closed."""
+        """Apply the plan to `model`; an earlier `attach`'s session (applied plan) goes on if it is the same, else it is closed."""
         earlier = session_of(unwrapped(model))
         if earlier is not None and _ATTACHED.get(earlier) == (self.plan, self._options):
             self.go_on_with(earlier, unwrapped(model))
@@ -121,7 +121,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         _ATTACHED[self.session] = self.plan, self._options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
-        """Restore the session's state from the trainer's saved state if the training resumes from a checkpoint."""
+        """Restore the state of the session (the applied plan) if the training resumes from a checkpoint."""
         session = self._open()
         if unwrapped(model) is not session.model:
             raise ApplyError(
@@ -144,17 +144,17 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
             state.log_history[-1].update(values)  # the trainer's copy of `logs`, made before callbacks run
 
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Print the session's summary. The session stays open, for evaluation, saving and more training."""
+        """Print a summary of the session (the applied plan), which stays open for evaluation, saving and more training."""
         if state.is_world_process_zero:
             self.print_summary()
 
     def close(self) -> None:
-        """Close the session, which decodes all weights and restores the unmodified model; can be called more than once."""
+        """Close the session (the applied plan): all weights are decoded, the model is unmodified. May be called more than once."""
         self.detach()
         super().close()
 
     def detach(self) -> None:
-        """Remove what this callback added to the model, and leave the session open for the callback of another `attach`."""
+        """Remove what this callback added to the model, but leave the session (the applied plan) to another `attach`."""
         if self.last_call is not None:
             self.last_call.close()
         if self._saving is not None:
@@ -164,7 +164,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         self._monitor = None
 
     def state(self) -> dict[str, Any]:
-        """Return the session's state, which the trainer saves in trainer_state.json."""
+        """Return the state of the session (the applied plan), which the trainer saves in trainer_state.json."""
         return {
             "args": {},
             "attributes": {"session": self.session.state_dict() if self.session is not None and self.is_open else None},
@@ -277,7 +277,7 @@ def _close_earlier(trainer: Any) -> None:
 
 
 def _remove_earlier(trainer: Any, callback: TrainerPlanCallback) -> None:
-    """Remove callbacks of earlier `attach` calls, and optimizers that they chose unless `callback` continues their session."""
+    """Remove callbacks of earlier `attach` calls, and the optimizers they chose unless `callback` goes on with their session."""
     for earlier in [each for each in trainer.callback_handler.callbacks if isinstance(each, TrainerPlanCallback)]:
         trainer.callback_handler.callbacks.remove(earlier)
         earlier.detach()
@@ -305,7 +305,10 @@ def _log_choices(trainer: Any, callback: TrainerPlanCallback, reason: str) -> No
 
 
 def _choose_optimizer(trainer: Any, callback: TrainerPlanCallback, name: str | None) -> tuple[str | None, str]:
-    """Return the name of the optimizer that replaces the trainer's (None: it keeps its own), and a sentence for the log."""
+    """Return the paredown.optim optimizer that replaces the trainer's, None if that stays, and a sentence for the log on why.
+
+    `name` is the optimizer that the user requested from `attach`; None: the plan decides.
+    """
     optim_name, own = _optim(trainer.args), trainer.optimizer or trainer.optimizer_cls_and_kwargs
     if own is not None:
         class_name = (own[0] if isinstance(own, tuple) else type(own)).__name__
@@ -398,7 +401,7 @@ def _check_attached(trainer: Any, plan: Any, budget: Any) -> None:
 
 
 def _verify_first(trainer: Any, callback: TrainerPlanCallback) -> None:
-    """Make the trainer call `verify` on its first batch, right before the first training step."""
+    """Make the trainer compare gradients on its first batch with those of the unmodified model, right before the first step."""
     before, inner = vars(trainer).get("training_step"), trainer.training_step
 
     def first(model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:

@@ -49,7 +49,7 @@ ONE_LABEL = ("ForSequenceClassification", "ForImageClassification")  # one label
 
 
 def find_config(text: str) -> Path | None:
-    """Return the path of the config.json that `text` names: the file, its folder, or a diffusion pipeline's; None if there is none."""
+    """Return the config.json that `text` names: a file, that of a folder or of its `transformer` or `unet`; else None."""
     path = Path(text)
     if path.name == NAME and path.is_file():
         return path
@@ -115,7 +115,7 @@ def _offline() -> Generator[None]:
 
 
 def _model(config: Any, dtype: Any) -> nn.Module:
-    """Return the model of the first architecture that the config lists and transformers has, or else a causal language model."""
+    """Return on the meta device the model of the config's first architecture, else a causal language model, in `dtype`."""
     import transformers
 
     if dtype is not None and dtype not in CONFIG_DTYPES:
@@ -173,7 +173,10 @@ def check_config(value: Any, path: Path) -> None:
 
 
 def check_counts(value: Any, where: str) -> None:
-    """Raise TaskError for the first field that requests more than MOST_LAYERS layers, blocks or experts, or a negative number of layers."""
+    """Raise TaskError if a field asks for more than MOST_LAYERS layers, blocks or experts, or for less than 0 layers.
+
+    Its message begins with `where`.
+    """
     for name, count in _counts(value, ""):
         if count < 0 and name.rpartition(".")[2] in LAYERS:
             raise TaskError(f"{where}: {name} is {brief(count)}; a model has 0 layers or more. Correct it.")

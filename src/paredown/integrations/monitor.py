@@ -139,7 +139,7 @@ def _mean(pairs: Iterable[tuple[float, int]]) -> float:
 
 
 class AppliedPlan:
-    """Applies a plan to the model of a training library; holds the session and its Monitor. `options` are those of `apply`."""
+    """Base class of integrations: applies a plan to a model with the `options` of `apply`, and holds session and Monitor."""
 
     prints_summary = True
 
@@ -158,15 +158,15 @@ class AppliedPlan:
         return model is not None and any_session_of(model) is self.session
 
     def put_on(self, model: nn.Module) -> None:
-        """Apply the plan to `model`, and store the session in this object."""
+        """Apply the plan to `model`, and keep the session that `apply` returns."""
         self.go_on_with(apply(self.plan, model, **self._options), unwrapped(model))
 
     def go_on_with(self, session: Session | SimulatedSession, model: nn.Module) -> None:
-        """Use `session`, which is already open on `model`, instead of a new one."""
+        """Use `session`, by which the plan is applied to `model` already, instead of applying it again."""
         self.session, self._monitor = session, Monitor(session, model)
 
     def verify(self, model: nn.Module, batch: Any, step: Callable[[Any], Tensor]) -> None:
-        """Compare the gradients of the loss `step(batch)` with the unmodified model's; if they differ, close the session and raise."""
+        """Compare gradients of the loss `step(batch)` with the unmodified model's; if they differ, end the session and raise."""
         try:
             verify_step(model, batch, step).check()
         except BaseException:
@@ -176,12 +176,12 @@ class AppliedPlan:
             self._monitor.forget()
 
     def print_summary(self) -> None:
-        """Print the session's summary if the session is open, unless `prints_summary` is False."""
+        """Print the summary of the session (the applied plan) if it is open, unless `prints_summary` is False."""
         if self.prints_summary and self.is_open and isinstance(self.session, Session):
             print(f"paredown: {self.session.summary()}", flush=True)
 
     def close(self) -> None:
-        """Close the session, which restores the unmodified model; can be called more than once."""
+        """Close the session (the applied plan), which restores the unmodified model; can be called more than once."""
         if self._monitor is not None:
             self._monitor.close()
         if self.session is not None:

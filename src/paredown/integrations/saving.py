@@ -39,7 +39,10 @@ def decoded_on_cpu(model: nn.Module) -> Generator[None]:
 
 
 def _move(moved: dict[int, Tensor], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Move the decoded weights in `state`, a module's state dict, to host memory; `moved` keeps them by the ids of their parameters."""
+    """Move the decoded weights in `state`, a state dict of `module` under the prefix `prefix`, to host memory.
+
+    `moved` keeps them by the ids of their parameters, so that tied weights stay tied. torch calls this as a hook of `state_dict()`.
+    """
     for name, parameter in module.named_parameters(recurse=False):
         value = state.get(prefix + name)
         if type(value) is Tensor and weight_of(parameter) is not None:
@@ -69,7 +72,7 @@ class SavesOnCpu:
             return self._inner(*args, **named)
 
     def close(self) -> None:
-        """Restore the owner's own method."""
+        """Restore the owner's own method for saving."""
         if vars(self._owner).get(self._name) is self:
             del vars(self._owner)[self._name]
 

@@ -70,7 +70,10 @@ def plan_within(
 
 
 def _with_nearest(error: BudgetError, reference: int) -> BudgetError:
-    """Return `error` with a message that names the smallest budget for which `attach` would find a plan."""
+    """Return `error` with a message that names the smallest budget for which `attach` finds a plan.
+
+    `reference` is the bytes of a reference model's weights, which that budget must hold, too.
+    """
     if error.smallest_bytes is None:
         return error
     smallest = error.smallest_bytes + reference
@@ -82,7 +85,10 @@ def _with_nearest(error: BudgetError, reference: int) -> BudgetError:
 
 
 def traced_step(trainer: Any, optimizer: str | None, batch: Any = None, *, has_chunked_loss: bool = False) -> Trace:
-    """Return the trace of one step of the trainer on `batch`, as its data collator returns it; by default on the longest examples."""
+    """Return the trace of one step of the trainer on `batch`, which its data collator returned, or on its longest examples.
+
+    `optimizer` is the name or object that `trace_step` takes; `has_chunked_loss`: cross entropy runs over some rows at a time.
+    """
     model = unwrapped(trainer.model)
     device = trainer.args.device.type
     arguments = model_arguments(trainer, batch)

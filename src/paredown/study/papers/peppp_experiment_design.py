@@ -137,7 +137,7 @@ def embed(errors: Array, rank: int = RANK) -> Array:
 
 
 def predict(vectors: Array, chosen: Sequence[int], measured: Sequence[float] | Array) -> Array:
-    """Return the errors of all plans, predicted by least squares from those measured on the chosen plans."""
+    """Return the errors of all plans, by least squares on their `vectors`, from the errors `measured` on the plans `chosen`."""
     task = np.linalg.lstsq(vectors[:, list(chosen)].T, np.asarray(measured, dtype=float), rcond=None)[0]
     return task @ vectors
 
@@ -147,7 +147,10 @@ def predict(vectors: Array, chosen: Sequence[int], measured: Sequence[float] | A
 
 @dataclass(frozen=True)
 class Process:
-    """A Gaussian process over plans, given the errors `measured` of the `chosen` plans; `squares` are squared distances of all plans."""
+    """A Gaussian process over plans, given the errors `measured` on the plans `chosen`.
+
+    `squares` are the squared distances between all plans.
+    """
 
     squares: Array
     chosen: list[int]
@@ -183,7 +186,10 @@ def squared_distances(points: Array) -> Array:
 
 
 def _negative_log_likelihood(logs: Array, squares: Array, measured: Array) -> tuple[float, Array]:
-    """Return the negative log likelihood, up to a constant, and its gradient in log length and log noise (`logs`)."""
+    """Return the negative log likelihood of `measured` errors under a Gaussian process, and its gradient.
+
+    `logs` has the logarithms of length scale and noise, `squares` the squared distances between the measured plans.
+    """
     from scipy.linalg import cho_solve
 
     length, noise = np.exp(logs)
@@ -291,7 +297,7 @@ def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool =
 
 
 def averaged(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-    """Return the means over prior tasks as the prediction for each number of measurements in `counts`; nothing is measured."""
+    """Return each plan's mean error on the prior tasks as the prediction for every number in `counts`; nothing is measured."""
     means = known.completed.mean(axis=0)
     return {count: plain([], np.empty(0), means) for count in counts}
 
@@ -313,7 +319,7 @@ PICKERS: Mapping[str, Picker] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Pooled:
-    """A picker, like the published ones of PICKERS, that predicts errors by the posterior of `pick`."""
+    """A picker (it measures some plans and predicts the others) that predicts errors as `pick` does, from prior and trials."""
 
     def __call__(self, known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         """Return predictions after each number of measurements in `counts`; `measure(plan)` returns a measured error."""
@@ -355,7 +361,7 @@ def front_gains(prior: Prior, posterior: Posterior, memory: Array, measured: Arr
 
 
 def predicted(prior: Prior, posterior: Posterior, chosen: list[int], errors: Array) -> Prediction:
-    """Return the posterior's errors of all plans as a Prediction; `errors` are those measured on the `chosen` plans."""
+    """Return the errors that `posterior` predicts as a Prediction; `errors` has those that were measured on `chosen` plans."""
     levels, measured, noise = prior.levels, errors[chosen], posterior.noise
     luck_of_level = np.sqrt(noise) * np.array([luck(int(size)) for size in np.bincount(levels)])
     means = posterior.mean[levels]
@@ -370,9 +376,10 @@ def predicted(prior: Prior, posterior: Posterior, chosen: list[int], errors: Arr
 
 @cache
 def luck(runs: int) -> float:
-    """Return by how many standard deviations the least of r runs is expected to lie below their mean, averaged over r up to `runs`.
+    """Return how many standard deviations below their mean the least of r runs lies on average, for r from 1 to `runs`.
 
-    On a front drawn from single runs, a level's r-th cheapest plan appears if its run is below those of the r - 1 cheaper plans.
+    On a front drawn from single runs, the r-th cheapest of plans that differ by noise alone appears if its run is below those of the r
+    - 1 cheaper ones.
     """
     from scipy.special import ndtr
 

@@ -97,7 +97,7 @@ class Frontier:
         return tuple(point for point in self.points if point.on_front)
 
     def best(self, budget: int | str) -> Point:
-        """Return the point of least mean error within the budget.
+        """Return the point (a plan with its bytes and error) of least mean error within the budget.
 
         Of points that are equally accurate it is the quickest, then the one of fewest bytes. If some points within the budget have trials,
         a point without trials is taken only if its mean error plus its standard deviation is less than theirs.
@@ -120,7 +120,7 @@ class Frontier:
         return tuple(point for point, error in zip(fitting, errors, strict=True) if point.label != label and error <= limit)
 
     def find(self, label: str) -> Point:
-        """Return the point with this label."""
+        """Return the point (a plan with its bytes and error) that has this label."""
         for point in self.points:
             if point.label == label:
                 return point
@@ -135,7 +135,7 @@ class Frontier:
         return f"no plan fits {say_bytes_twice(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value: version and all fields by name."""
+        """Return the frontier as a dict for JSON: a version, and all fields by name."""
         return {"version": VERSION, **dump_dataclass(self)}
 
     @staticmethod
@@ -161,7 +161,7 @@ def step_times(point: Point) -> tuple[float | None, float | None]:
 
 
 def comparable_times(times: Iterable[tuple[float | None, float | None]]) -> Array:
-    """Return step times (plans,), NaN where unknown: ratios to the baseline's if any is known, otherwise seconds."""
+    """Return one step time per plan, NaN if unknown, from pairs (seconds, ratio): ratios if any is known, else seconds."""
     seconds, ratios = np.array([*times], dtype=float).reshape(-1, 2).T
     return ratios if np.isfinite(ratios).any() else seconds
 
@@ -199,7 +199,7 @@ class Picked:
         return f"Picked({what} within {say_bytes(self.budget_bytes)}, {trials}): {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value: version and all fields by name."""
+        """Return the pick as a dict for JSON: a version, and all fields by name."""
         return {"version": VERSION, **dump_dataclass(self)}
 
     @staticmethod

@@ -114,7 +114,7 @@ def pick(
 
 
 def _calibrated_seconds(task: Task, device: str, mode: str) -> Callable[[Plan], float | None] | None:
-    """Return a function that predicts step times by the device's calibration; None without one, or if plans are simulated."""
+    """Return a function from plans to step seconds, predicted from a calibration; None without one, or if mode is not "store"."""
     calibration = find_calibration(device)[0] if mode == "store" else None
     if calibration is None:
         return None
@@ -129,7 +129,7 @@ def _calibrated_seconds(task: Task, device: str, mode: str) -> Callable[[Plan], 
 
 
 def _predictor(step_seconds: PredictedSeconds | None) -> Callable[[Plan], float | None] | None:
-    """Return a function from plans to predicted step times, which calls `step_seconds` once for plans with equal rules."""
+    """Return `step_seconds`, a mapping or a function, as a function from plans to seconds; plans with equal rules ask once."""
     if step_seconds is None:
         return None
     by_key = {plan.key: seconds for plan, seconds in step_seconds.items()} if isinstance(step_seconds, Mapping) else {}
@@ -173,7 +173,10 @@ def _random_guess_error(task: Task) -> float | None:
 
 
 def task_step(task: Task, device: str, mode: str, prior_data: PriorData) -> TaskStep:
-    """Return the step of a task, which predicts peak bytes; in simulate mode with PEPPP's configurations by PEPPP's memory model."""
+    """Return the TaskStep that predicts peak bytes of a task's training step under plans.
+
+    In simulate mode, if `prior_data` has PEPPP's configurations, the bytes are those of PEPPP's memory model.
+    """
 
     def trace_of(plan: Plan) -> Trace:
         return trace_task(task, plan, device)

@@ -38,7 +38,7 @@ class PickLoop:
 
     `unit`: the error of random guessing, by which errors are divided. If it is None, the first trial sets it so that its error equals the
     prior's mean for its plan. The bytes that a trial took beyond its prediction (its excess) are expected of other plans too. `device`:
-    name of the device that the plan is for, as trials record it. `others`: trials of the same task that a store already had.
+    name of the device that the plan is for, as trials record it. `others`: trials of the same task that a database already had.
     `max_error_increase`: if given, the pick is the smallest plan whose error is, with the probability `confidence`, at most this much
     above the baseline's, instead of the plan of least error. `predict_seconds`: a cost model, from a plan to its step time.
     """
@@ -71,7 +71,7 @@ class PickLoop:
     # --- the posterior ------------------------------------------------------------------------------------------------
 
     def learn(self, own_trials: Iterable[Trial], others: Iterable[Trial] = ()) -> None:
-        """Add finished trials of this pick, and `others`, trials of the same task from other sweeps of its store."""
+        """Add finished trials of this pick, and `others`, trials of the same task from other sweeps of its database."""
         own_trials = list(own_trials)
         self.trials += own_trials
         self.num_done += len(own_trials)
@@ -100,14 +100,14 @@ class PickLoop:
         return [(self._index_of[trial.plan.key], trial) for trial in trials if trial.plan.key in self._index_of]
 
     def runs(self) -> list[posterior.Run]:
-        """Return the finished trials as runs, with errors relative to random guessing; infinite if the trial diverged."""
+        """Return the finished trials as runs (plan, error), with errors relative to random guessing, infinite if it diverged."""
         finished = [(plan, trial) for plan, trial in self.known if trial.status not in reasons.UNFINISHED]
         errors = [min(WORST, trial.error / self._unit) if trial.error is not None else np.inf for _, trial in finished]
         return [posterior.Run(plan, error) for (plan, _), error in zip(finished, errors, strict=True)]
 
     @property
     def _unit(self) -> float:
-        """Return the error of random guessing in the task's metric; if it is unknown, a substitute from the first trial."""
+        """Return the error of random guessing, by which errors are divided; if it is unknown, a substitute from the first trial."""
         if self.unit is not None:
             return self.unit
         first = next(((plan, trial.error) for plan, trial in self.known if trial.error is not None), None)
@@ -154,7 +154,10 @@ class PickLoop:
         return np.flatnonzero(self.needed() <= self.budget_bytes)
 
     def step_times(self) -> list[tuple[float | None, float | None, str]]:
-        """Return (seconds, ratio, source) of each plan: measured on this device, predicted, or the median ratio of prior tasks."""
+        """Return (seconds, multiple of the baseline's, source) of each plan's step; None and "" if it is unknown.
+
+        The time is measured on this device, else predicted, else the median multiple on the prior's tasks.
+        """
         trials = [(plan, trial) for plan, trial in self._on_this_device if trial.step_seconds is not None]
         baselines = [trial.baseline_step_seconds for _, trial in trials if trial.baseline_step_seconds is not None]
         predict = self.predict_seconds or (lambda plan: None)
@@ -181,7 +184,10 @@ class PickLoop:
     # --- trials ------------------------------------------------------------------------------------------------
 
     def search(self, measurer: Measurer, evaluations: int, *, seed: int = 0, progress: TrialCallback | None = None) -> None:
-        """Run trials by `measurer` until there are `evaluations` of them or none is worth its cost; raise TaskError if all failed."""
+        """Run trials by `measurer` until `evaluations` have run or none is worth its cost; raise TaskError if all failed.
+
+        The first trial of each plan has the seed `seed`, its next one the next seed.
+        """
         while self.num_done < evaluations and not self.is_settled:
             plan = self.next_plan(evaluations - self.num_done)
             if plan is None:
@@ -238,7 +244,7 @@ class PickLoop:
     # --- the answer ---------------------------------------------------------------------------------------------
 
     def estimate(self) -> posterior.Estimate:
-        """Return the posterior of every plan's error, relative to random guessing."""
+        """Return the predicted error of every plan, given the prior and the trials, relative to random guessing."""
         estimate = posterior.Estimate.after(self.prior, self.needed(), self.runs())
         return replace(estimate, exact=self._exact, times=comparable_times(time[:2] for time in self.step_times()))
 
@@ -249,7 +255,7 @@ class PickLoop:
         return posterior.ErrorMargin(self.max_error_increase / self._unit, self.confidence, self._index_of[Plan().key])
 
     def choice(self) -> posterior.BudgetChoice:
-        """Return the plan of least expected error within the budget, or the smallest within the margin; BudgetError if none fits."""
+        """Return the plan of least expected error within the budget; with `max_error_increase`, the smallest that it allows."""
         estimate, margin = self.estimate(), self.margin()
         return estimate.best(self.budget_bytes) if margin is None else estimate.smallest(self.budget_bytes, margin)
 
@@ -291,7 +297,7 @@ class PickLoop:
         )
 
     def _certainty(self, estimate: posterior.Estimate, choice: posterior.BudgetChoice, points: Sequence[Point]) -> str:
-        """Return a sentence on how certain the pick is: which plans may be as good, or how probably its error is within the margin."""
+        """Return a sentence on how certain `choice` is: which plans may be as good, or how probably its error is low enough."""
         if (margin := self.margin()) is not None:
             return self._say_margin(points[margin.baseline], choice.plan, float(estimate.within_margin(margin)[choice.plan]))
         certainty = reasons.say_ties([points[plan].label for plan in choice.ties], len(self.fits()))
@@ -305,7 +311,7 @@ class PickLoop:
         return f"at most {self.max_error_increase:g} above the baseline's with a probability of {100 * self.confidence:g} % or more"
 
     def _say_margin(self, baseline: Point, plan: int, chance: float) -> str:
-        """Return a sentence that explains the pick: the smallest plan whose error is probably (`chance`) within the margin."""
+        """Return a sentence that explains the pick: the smallest plan whose error is probably (`chance`) near the baseline's."""
         if plan == self._index_of[Plan().key]:
             return f"No smaller plan has an error {self._said_margin}."
         known = f"the baseline has {baseline.mean:.4f} +- {baseline.deviation:.4f} (standard deviation)"
@@ -356,7 +362,7 @@ class PickLoop:
         return replace(answer, reason=answer.frontier.explain_nothing_fits(self.budget_bytes))
 
     def _smallest(self, nbytes: int) -> Point:
-        """Return a point for the plan of the smallest peak, `nbytes`, with an error predicted from its features."""
+        """Make the plan of the smallest possible peak, `nbytes`, and return it as a point with a predicted error."""
         plan = self.step.assigned(nbytes)
         prior = self.task_prior.covering(np.array([-1]), self.step.features(plan)[None], self.candidates.points)
         estimate = posterior.Estimate.after(prior, np.array([float(nbytes)]), [])

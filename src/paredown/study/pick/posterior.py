@@ -84,7 +84,7 @@ class LevelSums:
 
     @staticmethod
     def of(errors: Array, levels: Indices, weights: Array | None = None) -> LevelSums:
-        """Return the sums of `errors` (tasks, runs), NaN where not observed; `levels` (runs,) has the level of each column."""
+        """Return the sums of `errors` (tasks, runs), NaN where not observed; `levels` has each column's level, a group of plans."""
         membership = (levels[:, None] == np.arange(int(levels.max()) + 1)).astype(float)
         observed = np.where(np.isfinite(errors), errors, 0.0)
         count, total, square = (part @ membership for part in (np.isfinite(errors), observed, observed**2))
@@ -93,7 +93,10 @@ class LevelSums:
 
 @dataclass(frozen=True)
 class Posterior:
-    """The distribution of a task's errors given its trials: mean and covariance over levels, and the variance of single runs."""
+    """The distribution of a task's errors given its trials: mean and covariance of levels, and the variance of a run.
+
+    A level is a group of plans that are known to differ by noise alone.
+    """
 
     mean: Array
     covariance: Array
@@ -101,7 +104,7 @@ class Posterior:
 
     @property
     def deviations(self) -> Array:
-        """Return the standard deviations of the levels' errors."""
+        """Return the standard deviation of the error of each level, a group of plans that differ by noise alone."""
         return np.sqrt(np.diagonal(self.covariance))
 
 
@@ -121,7 +124,7 @@ class Gaussian:
 
     @staticmethod
     def fitted(sums: LevelSums) -> Gaussian:
-        """Return the distribution of highest posterior probability for the observed errors, found by EM."""
+        """Return the distribution of highest posterior probability for the errors that `sums` counts, found by EM."""
         found, usual_noise = _start_of(sums)
         weights, shrunk = sums.weights, found.covariance
         strength = max(STRENGTH, len(shrunk) - found.num_tasks)
@@ -141,12 +144,12 @@ class Gaussian:
         return found
 
     def noise_at(self, height: float) -> Array:
-        """Return the variance of single runs at each level, (levels,), for a task whose mean error is `height` above average."""
+        """Return the variance of a run at each level (group of plans) for a task whose mean error is `height` above average."""
         slope, intercept = self.noise_line
         return math.exp(intercept + slope * (float(self.mean.mean()) + height)) * self.noise_ratios
 
     def given(self, levels: Sequence[int] | Indices, errors: Sequence[float] | Array) -> Posterior:
-        """Return the distribution after some runs: run i was of a plan of level `levels[i]`, and had the error `errors[i]`."""
+        """Return the distribution after runs: run i was of a plan of level (group) `levels[i]`, and had the error `errors[i]`."""
         levels = np.asarray(levels, dtype=np.intp)
         if not len(levels):
             return Posterior(self.mean, self.covariance, self.noise_at(0.0))
@@ -160,14 +163,20 @@ class Gaussian:
 
 
 def _levels_of_tasks(found: Gaussian, sums: LevelSums, noise: Array) -> tuple[Array, Array]:
-    """Return means (tasks, levels) and covariances of the levels' errors on each prior task, given runs of variance `noise`."""
+    """Return the mean errors (tasks, levels) of the prior's tasks, and their covariances, given the runs in `sums`.
+
+    `found` is the distribution of a task's errors, `noise` (tasks, levels) the variance of a run; a level is a group of plans.
+    """
     inner = np.eye(len(found.mean)) + found.covariance * (sums.count / noise)[:, None, :]
     spreads: Array = np.linalg.solve(inner, np.broadcast_to(found.covariance, inner.shape)).astype(float)
     return found.mean + np.einsum("tlm,tm->tl", spreads, (sums.total - sums.count * found.mean) / noise), spreads
 
 
 def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, float]:
-    """Return slope and intercept of a line for the logarithm of `noise` (tasks,) over the tasks' mean errors, `values`."""
+    """Fit a line to the logarithm of `noise` (tasks,) over the tasks' mean errors, and return its slope and intercept.
+
+    `values` are errors (tasks, levels), `weights` say how much each task counts.
+    """
     if len(noise) < FEWEST_TASKS:
         return 0.0, float(np.log(np.median(noise)))
     heights, logs = values.mean(axis=1), np.log(noise)
@@ -177,7 +186,7 @@ def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, flo
 
 
 def _start_of(sums: LevelSums) -> tuple[Gaussian, float]:
-    """Return the distribution with which EM starts (an offset for each level, a height for each task), and the variance of a run."""
+    """Return the distribution from which EM starts, with one offset per level and one per task, and the variance of a run."""
     weights, observed = sums.weights, sums.weights @ sums.count
     mean = np.where(observed > 0, weights @ sums.total / np.maximum(observed, 1e-12), (weights @ sums.total).sum() / observed.sum())
     heights = (sums.total - sums.count * mean).sum(axis=1) / np.maximum(sums.count.sum(axis=1), 1.0)
@@ -204,7 +213,7 @@ class Prior:
 
     @staticmethod
     def of(errors: Array, levels: Indices | None = None) -> Prior:
-        """Return the prior fitted to errors (tasks, plans), NaN where not observed; without `levels`, each plan is a level of its own."""
+        """Return the prior fitted to errors (tasks, plans), NaN where unknown; plans of equal `levels` differ by noise alone."""
         if not np.isfinite(errors).any():
             raise PlanError(f"a prior needs errors: the matrix {errors.shape} of tasks and plans has no number in it.")
         errors = np.where(np.isfinite(errors), errors, np.nan)
@@ -212,7 +221,7 @@ class Prior:
         return Prior(levels, Gaussian.fitted(LevelSums.of(errors, levels)), float(np.nanmax(errors)))
 
     def after(self, runs: Sequence[Run]) -> Posterior:
-        """Return the posterior of the levels' errors after these runs; a run that diverged does not change it."""
+        """Return the distribution of errors by level (group of plans) after these runs; diverged runs do not change it."""
         runs = [run for run in runs if np.isfinite(run.error)]
         return self.gaussian.given(self.levels[[run.plan for run in runs]], [run.error for run in runs])
 
@@ -237,7 +246,7 @@ class BudgetChoice(NamedTuple):
 
 
 class ErrorMargin(NamedTuple):
-    """Says how far a mean error may exceed that of the plan `baseline`, and with what probability (`confidence`) it must stay within."""
+    """Says by how much (`increase`) a mean error may exceed the plan `baseline`'s, and how probably it must stay within."""
 
     increase: float
     confidence: float

@@ -29,7 +29,10 @@ class AnswerText:
     has_unit: bool  # whether the error of random guessing is known
 
     def reason(self, certainty: str, early: str) -> str:
-        """Return why this plan is picked: its peak, its expected error, how certain the choice is, and why trials ended early, if so."""
+        """Return why this plan is picked: its peak and expected error, then the sentences `certainty` and `early`.
+
+        They say how certain the choice is, and why trials ended early ("" if they did not).
+        """
         answer, point = self.answer, self.point
         share = f"{100 * point.predicted_bytes / max(answer.full_bytes, 1):.0f} % of the baseline"
         peak = f"{say_bytes(point.predicted_bytes)} of {say_bytes(answer.budget_bytes)} ({share})"
@@ -68,7 +71,7 @@ class AnswerText:
 
 
 def say_use_of_trials(gain: float, is_settled: bool) -> str:
-    """Return a sentence, for a pick without trials, on how much the best trial is expected to lower the error."""
+    """Return a sentence, for a pick without trials, on whether trials would help: not if `is_settled`, else by `gain`."""
     if is_settled:
         return (
             "Trials are not expected to change this choice: the plans that fit are about as accurate, by what earlier tasks show."

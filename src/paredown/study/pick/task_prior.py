@@ -46,7 +46,7 @@ WORST = 1.0  # random guessing
 
 @dataclass(frozen=True)
 class TaskPrior:
-    """The prior of a new task's errors, fitted to prior tasks. A level is a group of plans that are known to differ by noise alone."""
+    """The distribution of a new task's errors, fitted to earlier tasks. A level is a group of plans that differ by noise alone."""
 
     prior_data: PriorData
     prior: Prior
@@ -54,7 +54,7 @@ class TaskPrior:
 
     @staticmethod
     def of(prior_data: PriorData) -> TaskPrior:
-        """Return the prior of a new task, fitted to all tasks of `prior_data`."""
+        """Return the distribution of a new task's errors, fitted to the errors of all tasks of `prior_data`."""
         has_diverged = prior_data.diverged > 0  # how likely that is counts apart from the errors of plans that train
         runs = np.where(has_diverged[..., None], np.nan, scaled(prior_data))  # (tasks, plans, seeds)
         if not np.isfinite(runs).any():
@@ -69,7 +69,7 @@ class TaskPrior:
         return TaskPrior(prior_data, Prior(levels, gaussian, WORST, divergence), errors)
 
     def covering(self, columns: NDArray[np.intp], features: Array, points: Array) -> Prior:
-        """Return the prior of the plans that `pick` may choose from, also of plans that no prior task was trained under.
+        """Return the distribution of a new task's errors under candidate plans, also those that no prior task was trained under.
 
         `columns` are the columns of the candidates in the prior data, -1 for plans that it does not have. `features` are the features of
         the candidates, `points` those of all plans of the prior (NaN: unknown), from which plans without a column are predicted.
@@ -84,7 +84,7 @@ class TaskPrior:
         return replace(prior, gaussian=self._extended(features[is_new], points))
 
     def _extended(self, new: Array, points: Array) -> Gaussian:
-        """Return the prior distribution with more plans, predicted from their features `new` and those of the prior's plans, `points`."""
+        """Return the prior with more plans, predicted from their features `new` and from `points`, those of the prior's plans."""
         gaussian, levels, is_known = self.prior.gaussian, self.prior.levels, np.isfinite(points).all(axis=1)
         known = np.unique(levels[is_known])
         if not len(known):

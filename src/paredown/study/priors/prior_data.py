@@ -93,7 +93,7 @@ class PlanRow:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PriorData:
-    """Holds the errors of tasks under plans, with memory, noise and step times; the head of this file defines these matrices.
+    """Holds the errors of earlier tasks (rows) under plans (columns), with memory, noise and step times, for `pick`.
 
     `provenance` has commit, device, versions, dates and sweep of each collection of trials.
     """
@@ -160,7 +160,7 @@ class PriorData:
 
 
 def mean_of_seeds(values: Array) -> Array:
-    """Return the means (tasks, plans) of values (tasks, plans, seeds), NaN where there is none."""
+    """Return the means over seeds (tasks, plans) of `values` (tasks, plans, seeds) that are not NaN; NaN where all are."""
     counts = np.isfinite(values).sum(axis=2)
     return np.where(counts > 0, np.nansum(values, axis=2) / np.maximum(counts, 1), np.nan)
 
@@ -195,7 +195,10 @@ def join_priors(parts: Sequence[PriorData], name: str = "joined") -> PriorData:
 
 
 def _spread(part: PriorData, name: str, columns: NDArray[np.intp], num_columns: int, depth: int) -> Array:
-    """Return the matrix `name` of `part` with its columns moved to `columns` of `num_columns`; other entries are NaN or 0."""
+    """Return the matrix `name` of the prior `part` for `num_columns` plans: its columns stand at `columns`, others are empty.
+
+    `depth` is the number of seeds, the third dimension of the matrix "runs".
+    """
     array = getattr(part, name)
     empty = 0.0 if name in ("diverged", "propensity") else np.nan
     matrix = np.full((len(part.tasks), num_columns, *([depth] if name == "runs" else [])), empty)

@@ -70,7 +70,7 @@ class PriorFile:
 
 
 def load(name: str | os.PathLike[str] = "stored") -> PriorData:
-    """Return the prior called `name`, or the prior in a file if `name` is a path."""
+    """Return the prior (errors of earlier tasks under plans) called `name`, or the one in a file if `name` is a path."""
     text = os.fspath(name)
     if text.endswith(".json") or "/" in text or os.sep in text:
         return read_prior(Path(text))
@@ -88,7 +88,7 @@ def available() -> list[str]:
 
 
 def own_priors() -> list[str]:
-    """Return the names of the user's own priors."""
+    """Return the names of the priors (errors of earlier tasks under plans) that the user has added."""
     return sorted(path.stem for path in folder().glob("*.json") if NAME.fullmatch(path.stem))
 
 
@@ -119,7 +119,7 @@ def remove(name: str) -> None:
 
 
 def folder() -> Path:
-    """Return the folder of the user's own priors."""
+    """Return the folder of the prior files that the user has added."""
     path = os.environ.get(FOLDER_VARIABLE)
     base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
     return Path(path) if path else Path(base) / "paredown" / "priors"
@@ -237,7 +237,7 @@ def made_up_prior(num_tasks: int = 11, num_plans: int = 30, *, seeds: int = 2, s
 
 
 def _plans() -> Iterator[tuple[PlanRow, float, float]]:
-    """Yield (plan, bits of an activation, bits of a weight) for the plans of the synthetic prior, one block length after the other."""
+    """Yield (plan, bits of an activation, bits of a value of optimizer state) for each plan of the synthetic prior."""
     for block, (tier, bits), (text, width) in product(BLOCKS, STATES.items(), ELEMENTS.items()):
         if not text and block != BLOCKS[0]:
             continue

@@ -30,7 +30,7 @@ ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028
 
 
 def render(record: Record, *, live: str = "") -> str:
-    """Return the HTML page of a record; `live` is the path of the event stream if the page is served, "" for a file."""
+    """Return the HTML page of a record, a report's content; `live` is the path of the event stream of a served page, or ""."""
     value = drawn(record)
     parts = {
         "policy": escape(policy(is_live=bool(live))),
@@ -45,7 +45,7 @@ def render(record: Record, *, live: str = "") -> str:
 
 
 def drawn(record: Record) -> dict[str, Any]:
-    """Return the JSON that the page's script draws: the record, with a sentence that summarizes each study."""
+    """Return the JSON that the page's script draws: the record, with a sentence on each of its studies (parts on a task)."""
     return {**record.to_json(), "summaries": [scrub(study.summary()) for study in record.studies]}
 
 
@@ -93,7 +93,7 @@ def asset(name: str) -> str:
 
 
 def in_plain(value: dict[str, Any]) -> str:
-    """Return a summary of each study as HTML for browsers without JavaScript; `value` is what `drawn` returns."""
+    """Return a summary of each task's part as HTML for browsers without JavaScript; `value` is what `drawn` returns."""
     parts = ["<p>The charts and tables of this page need JavaScript.</p>"]
     for study, summary in zip(value["studies"], value["summaries"], strict=True):
         parts.append(f"<h2>{escape(study['task'])}</h2><p>{escape(summary)}</p><p>{escape(study['reason'])}</p>")

@@ -127,7 +127,7 @@ MOST_CURVES = 200  # training curves that are drawn
 
 @dataclass(frozen=True, repr=False)
 class Record:
-    """The content of a report page: a study of each task, trials (`runs`), changes of storage, and actions of the run's Guard.
+    """The content of a report page: a Study for each task, trials (`runs`), and what the Guard of a session did (`actions`).
 
     `changes`: tensors of the step that are not stored as the plan requests; `given`: how every tensor is stored.
     """
@@ -150,7 +150,7 @@ class Record:
 
     @staticmethod
     def of_pick(picked: Picked, *, trace: Trace | None = None, title: str = "", session: Session | None = None) -> Record:
-        """Return the record of a pick; a `trace` adds the memory of its plans, a `session` its changes of storage and guard actions."""
+        """Return the record of a pick; `trace` adds memory of plans, `session` how tensors are stored and what its Guard did."""
         study = parts.study_of_pick(picked)
         labels = Labels({point.label: point.plan for point in picked.frontier.points})
         record = Record(title or f"{picked.task}: a plan within a budget", studies=(study,)).with_trials(picked.trials, labels)
@@ -165,7 +165,10 @@ class Record:
         labels: Labels | Mapping[str, Plan] | None = None,
         times: Sequence[tuple[str, str]] = (),
     ) -> Record:
-        """Return the record of measured trials, a study for each task; `labels` names plans, `times` has (end time, host) of each."""
+        """Return the record of measured trials, a study (a task's part of the page) for each task.
+
+        `labels` names plans, `times` has (end time, host) of each trial.
+        """
         rows, names = list(trials), labels if isinstance(labels, Labels) else Labels(labels)
         by_task: dict[str, list[Trial]] = {}
         for trial in rows:
@@ -175,7 +178,7 @@ class Record:
 
     @staticmethod
     def of_store(store: Store, *, sweep: str | None = None, title: str = "") -> Record:
-        """Return the record of a store: its finished trials by task and plan, and the progress of its sweeps."""
+        """Return the record of a database of trials: its finished trials by task and plan, and the progress of its sweeps."""
         from paredown.study.sweeps.database import readable  # SQLAlchemy is an extra
         from paredown.study.sweeps.export import rows
         from paredown.study.sweeps.status import count
@@ -223,7 +226,7 @@ class Record:
         )
 
     def with_footprints(self, trace: Trace, plans: Mapping[str, Plan], *, task: str = "") -> Record:
-        """Return this record with the memory of a step under these plans, in the study of `task` (default: the first)."""
+        """Return this record with the memory of a step under `plans`, in the Study (part) of `task`, by default the first one."""
         studies = self.studies or (parts.Study(task or trace.model),)
         task = task or studies[0].task
         if task not in (study.task for study in studies):
@@ -236,34 +239,34 @@ class Record:
         )
 
     def with_session(self, session: Session) -> Record:
-        """Return this record with the storage of every tensor, the changes and the guard actions of an open session that ran a step."""
+        """Return this record with how an open session stores every tensor, after a step, and what its Guard has done."""
         given = tuple(Change(row.slot, row.asked, row.now, row.why) for row in session.explain())
         return replace(self, changes=tuple(session.changes), given=given, actions=tuple(session.actions))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value, with all texts scrubbed."""
+        """Return the record as a dict for JSON, with paths, host and user names removed from all texts."""
         labels = [row.label for study in self.studies for row in (*study.marks, *study.kept)] + [run.plan for run in self.runs]
         tasks = [study.task for study in self.studies] + [run.task for run in self.runs]
         return {"version": VERSION, **scrub_all(dump_dataclass(self), scrub_names(tasks) | scrub_names(labels))}
 
     @staticmethod
     def from_json(value: Any) -> Record:
-        """Return the record whose `to_json` is `value`; ReportError if it is not one."""
+        """Return the record whose `to_json` is `value`; raise ReportError if `value` is no valid record."""
         return read_versioned(Record, value, "record", VERSION, ReportError, oldest=VERSION)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the JSON to a file."""
+        """Write the record as JSON to a file."""
         save_json(path, self.to_json(), ReportError)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Record:
-        """Return the record that `save` wrote; ReportError if the file holds none."""
+        """Return the record, a report's content, that `save` wrote; ReportError if the file holds none."""
         hint = "Records are written by record.save(path)."
         return load_json(path, "record", ReportError, Record.from_json, hint=hint, name=Path(path).name)
 
 
 def _times(finished: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return (end time, host) of each trial; hosts are "host 1" and so on in the order of first trials, since pages name no machines."""
+    """Return (end time, host) of each row of a finished trial; hosts are "host 1" and so on, since pages name no machines."""
     first: dict[str, str] = {}
     for row in finished:
         if row["host"]:

@@ -53,7 +53,7 @@ class RecordSource:
 
 
 def open_source(source: str | PathLike[str], *, sweep: str | None = None) -> RecordSource:
-    """Return a RecordSource for a record file if the name `source` ends in .json, otherwise for a store (one `sweep`, or all)."""
+    """Return a RecordSource of a record file if `source` ends in .json, else of a database of trials (one `sweep`, or all)."""
     if str(source).lower().endswith(".json"):
         return RecordSource(partial(_file_state, Path(source)), partial(Record.load, source))
     from paredown.study.sweeps.status import count
@@ -85,7 +85,7 @@ class WatchedSource:
         self._thread = threading.Thread(target=self._run, name="paredown-watch", daemon=True)
 
     def start(self) -> None:
-        """Start polling the source."""
+        """Start the thread that polls the source."""
         self._thread.start()
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ def serve(
     sweep: str | None = None,
     say: Callable[[str], object] = print,
 ) -> None:
-    """Serve the report page of a store or a record file until Ctrl-C; `say` is called with the page's address."""
+    """Serve the report page of a record file or a database of trials until Ctrl-C; `say` is called with its address."""
     _check(port)
     opened = source if isinstance(source, RecordSource) else open_source(source, sweep=sweep)
     with Server(opened, port=port, seconds=seconds) as server:
@@ -214,7 +214,7 @@ def _check(port: int) -> None:
 
 
 class _Http(ThreadingHTTPServer):
-    """The HTTP server of a report page: its records, its limit on event streams, and the Host headers that it accepts (`names`)."""
+    """The HTTP server of a report page: it has the watched record, a limit on event streams, and accepted Host headers."""
 
     daemon_threads = True
     block_on_close = False

@@ -73,7 +73,7 @@ class SlotRow(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Predicted bytes of a step under the plan with this label: at the peak by role, over time (`phases`), and by slot."""
+    """Predicted bytes of a step under the plan `label`: at the peak by role, over time (`phases`), and by slot (tensor)."""
 
     label: str
     peak_bytes: int
@@ -141,14 +141,14 @@ class Study:
         return None, None
 
     def _as_accurate(self) -> list[PlanMark]:
-        """Return the marks of plans that are smaller than the baseline and whose error interval is not above the baseline's."""
+        """Return the marks (points of the chart) of plans below the baseline's bytes whose error interval is not above its own."""
         own = next((mark for mark in self.marks if mark.label == self.written and mark.error is not None), None)
         most = None if own is None else own.error if own.high is None else own.high
         known = [(mark, mark.error if mark.low is None else mark.low) for mark in self.marks if own and mark.nbytes < own.nbytes]
         return [mark for mark, least in known if least is not None and most is not None and least <= most]
 
     def with_memory(self, kept: tuple[MemoryUse, ...], written: str, full_bytes: int | None) -> Study:
-        """Return this study with the memory of more plans (`kept`); it gets the baseline's label (`written`) and peak if it has none."""
+        """Return this part of a report with memory of more plans (`kept`), and the baseline's label and peak if it has none."""
         known = {"written": self.written or written, "full_bytes": self.full_bytes or full_bytes}
         return replace(self, kept=(*self.kept, *kept), **known)
 
@@ -196,7 +196,7 @@ def choose(marks: Sequence[PlanMark], written: str = "") -> tuple[BudgetPick, ..
 
 
 def with_front(marks: Iterable[PlanMark], picks: Iterable[BudgetPick], picked: str = "") -> tuple[PlanMark, ...]:
-    """Return the chart's marks with `on_front` set for those on its line: plans to pick for some budget, among them `picked`.
+    """Return the chart's points with `on_front` set for those on its line: plans to pick for some budget, and `picked`.
 
     A plan with less memory and less error than `picked` is not on the line; the page says why it was not picked.
 
@@ -282,7 +282,7 @@ LIBRARIES = "libraries"  # beside the roles: workspaces of libraries such as cuB
 
 
 def study_of_pick(picked: Picked) -> Study:
-    """Return the study that shows the answer of a `pick`: a mark for each plan, the Pareto front, and the reason."""
+    """Return a report's part on the answer of `pick`: a mark (point of the chart) for each plan, Pareto front, and reason."""
     frontier = picked.frontier
     counts = Counter(trial.plan.key for trial in picked.trials)
     marks = tuple(_mark(point, point.num_trials or counts[point.plan.key]) for point in frontier.points)
@@ -330,7 +330,7 @@ def _mark(point: Point, num_trials: int) -> PlanMark:
 
 
 def study_of_trials(task: str, trials: Sequence[Trial], labels: Labels) -> Study:
-    """Return the study that shows measured trials: a mark for each plan with known bytes, and means over seeds."""
+    """Return a report's part on trials of a task: a mark (point of the chart) for each plan with known bytes, by means."""
     by_label: dict[str, list[Trial]] = {}
     for trial in with_baseline_steps((task, trial) for trial in trials):
         by_label.setdefault(labels.of(trial.plan, task), []).append(trial)
@@ -371,7 +371,10 @@ def _measured(label: str, trials: Sequence[Trial], metric: str) -> PlanMark | No
 
 
 def _step_time(trials: Sequence[Trial]) -> dict[str, Any]:
-    """Return a mark's fields for step time: the median ratio, and the median seconds if all trials ran on one device."""
+    """Return the fields of a PlanMark on step time: the median ratio to the baseline's, and the median seconds.
+
+    Seconds are None if the trials ran on several devices.
+    """
     timed = [trial for trial in trials if trial.step_seconds is not None]
     ratios = [trial.step_ratio for trial in timed if trial.step_ratio is not None]
     seconds = [trial.step_seconds for trial in timed if trial.step_seconds is not None]

@@ -137,7 +137,7 @@ def merge(into: Store, source: Store) -> MergeResult:
 
 
 def _take(connection: Connection, source_rows: Sequence[Row[Any]]) -> tuple[int, int, int]:
-    """Copy trials and results from rows of another store, and return the numbers of a MergeResult."""
+    """Copy trials and results from rows of another database, and return how many are new, gained a result, or had one already."""
     query = select(TRIALS.c.key, TRIALS.c.state).where(TRIALS.c.key.in_([row.key for row in source_rows]))
     states = {row.key: row.state for row in connection.execute(query)}
     new = [_copy(row) for row in source_rows if row.key not in states]

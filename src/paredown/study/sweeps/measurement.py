@@ -22,7 +22,7 @@ from paredown.study.tasks.trial import Status, Trial
 
 @dataclass
 class Runner:
-    """Runs trials of one task, in one mode on one device."""
+    """Runs trials of one task, in one mode ("store" or "simulate") and on one device."""
 
     task: Task
     mode: str = "store"
@@ -53,7 +53,7 @@ MAX_REASON_CHARS = 2000
 class Measurer:
     """Runs trials of one task, and returns those that earlier picks finished.
 
-    With the `address` of a store (`paredown[sweeps]`) the trials are a sweep there, named by `name` and the task; None: no store.
+    With `address`, that of a database of trials (it needs `paredown[sweeps]`), they are a sweep there, named by `name` and the task.
     """
 
     runner: Runner
@@ -74,7 +74,7 @@ class Measurer:
 
     @property
     def sweep(self) -> str:
-        """Return the name of the sweep in the store."""
+        """Return the name that the trials have as a sweep in the database."""
         return f"{self.name} {self.runner.task.name}"
 
     def known(self) -> tuple[list[Trial], list[Trial]]:
@@ -101,7 +101,7 @@ class Measurer:
         return [trial for key, trial in after.items() if key not in before or key == spec.key(self.sweep)]
 
     def close(self) -> None:
-        """Close the store."""
+        """Close the database of trials, if there is one."""
         if self._store is not None:
             self._store.close()
 

@@ -30,7 +30,10 @@ TaskPlan = tuple[str, Hashable]  # a task and `plan.key`
 
 
 class Labels:
-    """Gives plans their labels in tables and pages: those of `known` and `of_tasks`, and others that are made at first use."""
+    """Gives plans their labels in tables and pages: known ones, and others that are made at first use.
+
+    `known` maps labels to plans, `of_tasks` maps pairs (task, `plan.key`) to labels.
+    """
 
     def __init__(self, known: Mapping[str, Plan] | None = None, *, of_tasks: Mapping[TaskPlan, str] | None = None) -> None:
         self._labels: dict[Hashable, str] = {plan.key: label for label, plan in (known or {}).items()}

@@ -37,7 +37,7 @@ class TaskFolder:
     path: Path
 
     def refuses(self, task: str) -> str | None:
-        """Return why this worker does not run a task, such as a missing file; None if it does. Nothing is imported."""
+        """Return why this worker does not run a task, such as a missing file; None if it does. The task's code is not imported."""
         head = task.strip().partition("#")[0]
         kind, _, file = head.partition(":")
         try:
@@ -100,12 +100,18 @@ def make_engine(name: str, run: RunTrial, *, slots: int | None = None, ray: RayO
 
 
 def add_sweep(sweep: Sweep, store: Store, *, cost: Cost | None = None) -> AddResult:
-    """Add the trials of a sweep that the store lacks, and count new and old ones; the method `cheap_first` needs `cost(task, plan)`."""
+    """Add the trials of a sweep that `store`, a database, lacks, and count new and old ones.
+
+    The method `cheap_first` needs `cost(task, plan)`, predicted bytes.
+    """
     return store.add(sweep.name, sweep.draw(cost))
 
 
 def run_sweep(sweep: Sweep, store: Store, engine: Engine, *, cost: Cost | None = None, options: WorkerOptions | None = None) -> int:
-    """Add a sweep, report infeasible trials to `options.say`, run the others, and return how many trials this worker finished."""
+    """Add a sweep, report trials that no plan fits to `options.say`, run the others, and return how many this worker finished.
+
+    The method `cheap_first` needs `cost(task, plan)`, predicted bytes.
+    """
     options = replace(options or WorkerOptions(), sweep=sweep.name)
     add_sweep(sweep, store, cost=cost)
     report_infeasible(store, sweep.name, options.say)

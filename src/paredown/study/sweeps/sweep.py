@@ -45,7 +45,7 @@ MODES = ("store", "simulate", "peppp")
 
 
 class SamplingMethod(str, Enum):
-    """The ways in which pairs of task and plan are drawn."""
+    """Names the ways to draw the pairs of task and plan that a sweep runs."""
 
     FULL = "full"
     UNIFORM = "uniform"
@@ -77,9 +77,9 @@ class TrialSpec:
     settings: TrialSettings = TrialSettings()
 
     def key(self, sweep: str, *, infeasible: str = "") -> str:
-        """Return the key of this trial in a store: a hash of sweep, task, plan, seed, mode and device, the same on any machine.
+        """Return the key of this trial in a database: a hash of sweep, task, plan, seed, mode, device, equal on any machine.
 
-        An infeasible trial has no plan; its template `infeasible` takes the place of the plan in the hash.
+        An infeasible trial has no plan; its template `infeasible`, such as "assign 10% role", takes the place of the plan in the hash.
         """
         plan_rules, recompute, offload, products, tiles = self.plan.key
         rules: list[Any] = [[key, assignment.to_json()] for key, assignment in plan_rules] + [list(rule) for rule in products]
@@ -106,11 +106,11 @@ class DrawnTrial(NamedTuple):
     infeasible: str = ""
 
     def key(self, sweep: str) -> str:
-        """Return the key of this trial in a store."""
+        """Return the key of this trial in a database of trials."""
         return self.spec.key(sweep, infeasible=templates_of(self.spec.plan)[0] if self.infeasible else "")
 
     def infeasible_keys(self, sweep: str) -> list[str]:
-        """Return the keys under which the store has this trial if no plan fitted its budget when it was added."""
+        """Return the keys under which a database has this trial if no plan fitted its budget when it was added."""
         return [] if self.infeasible else [self.spec.key(sweep, infeasible=text) for text in templates_of(self.spec.plan)]
 
 
@@ -123,12 +123,12 @@ class InfeasiblePair(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """Return a plan without rules that stands for the template, from which no plan could be made."""
+        """Return a plan without rules that stands for the template (`assign` with a budget), which gave no plan."""
         return Plan((), self.reason, {TEMPLATE_FIELD: str(self.template)})
 
 
 class Claim(NamedTuple):
-    """A trial that a worker has claimed from a store and may run; the random `token` identifies the claim."""
+    """A trial of a database that a worker has reserved and may run; the random `token` identifies the reservation."""
 
     key: str
     sweep: str
@@ -141,7 +141,7 @@ class Claim(NamedTuple):
 
 
 class EndedTrial(NamedTuple):
-    """A claimed trial that has ended, with its result.
+    """A trial that a worker reserved in a database (`claim`) and that has ended, with its result.
 
     If the process of the trial died, `trial` is None and `reason` describes how it died. `host` None means the worker's host.
     """
@@ -177,7 +177,7 @@ class SweepCounts:
         return f"{self.sweep}: {finished}, {self.running} running, {self.waiting} waiting"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value."""
+        """Return the counts as a dict for JSON."""
         counts = {"sweep": self.sweep, "total": self.total, "finished": self.finished}
         return {**counts, "running": self.running, "waiting": self.waiting, "by_status": dict(self.by_status)}
 
@@ -238,7 +238,7 @@ class Sweep:
         return f"sweep {self.name!r} has nothing to run: {pairs} infeasible. Task {first.task!r}, {first.template}: {first.reason}"
 
     def draw(self, cost: Cost | None = None) -> list[DrawnTrial]:
-        """Return the trials to run, in order, then the infeasible ones; the method `cheap_first` needs `cost(task, plan)` in bytes."""
+        """Return the trials to run, in order, then those that no plan fits; the method `cheap_first` needs `cost(task, plan)`."""
         propensities, order = self._propensities(cost)
         taken = draw_pairs(propensities, self.method, self.draw_seed)
         if not taken.any() and not self.pairs:
@@ -306,7 +306,7 @@ def _check_labels(labels: Any) -> tuple[tuple[str, Plan | PlanTemplate], ...]:
 
 
 def label_of(plan: Plan, given: Mapping[Hashable, str] | None = None) -> str:
-    """Return the label of a plan: the one in `given` under its key or template, else its template, its preset, or its formats."""
+    """Return a plan's label: the one `given` for its key or its template, else its template's text, its preset, or its formats."""
     given = given or {}
     if plan.key in given:
         return given[plan.key]
@@ -315,7 +315,7 @@ def label_of(plan: Plan, given: Mapping[Hashable, str] | None = None) -> str:
 
 
 def cheap_first_propensities(nbytes: np.ndarray[Any, Any], share: float) -> np.ndarray[Any, Any]:
-    """Return share * rank / (N - 1) of each pair: `share` for the fewest bytes, 0 for the most; ties keep their order."""
+    """Return the probability to draw each pair: `share` for the fewest bytes, falling evenly by rank to 0 for the most."""
     if len(nbytes) == 1:
         return np.full(1, share)
     rank = np.empty(len(nbytes))
@@ -324,7 +324,7 @@ def cheap_first_propensities(nbytes: np.ndarray[Any, Any], share: float) -> np.n
 
 
 def draw_pairs(propensities: np.ndarray[Any, Any], method: SamplingMethod, seed: int) -> np.ndarray[Any, Any]:
-    """Return which pairs of task and plan are drawn with these probabilities; all with the method `full`."""
+    """Return booleans that say which pairs of task and plan are drawn with these probabilities; all with the method `full`."""
     if method is SamplingMethod.FULL:
         return np.ones(len(propensities), dtype=bool)
     return np.random.RandomState(seed).uniform(size=len(propensities)) < propensities

@@ -73,11 +73,11 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="paredown-heart", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that counts heartbeats."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread that counts heartbeats."""
         self._ended.set()
         self._thread.join(timeout=5)
 
@@ -105,7 +105,7 @@ LOOK_SECONDS, SAY_SECONDS = 1.0, 10.0  # between two looks, and between two mess
 def wait_for_store(
     address: str | Path, *, seconds: float, sweep: str | None = None, needs_trials: bool = True, say: Callable[[str], object]
 ) -> Store:
-    """Wait until a store exists, with trials (of `sweep`) if `needs_trials`, and return it; raise StoreError after `seconds`."""
+    """Wait up to `seconds` until a database exists, with trials (of `sweep`) if `needs_trials`, and return it."""
     database = Database(address, say=say)
     deadline = time.monotonic() + seconds
     try:
@@ -178,12 +178,12 @@ class WorkerOptions:
 
 
 def work(store: Store, engine: Engine, options: WorkerOptions | None = None) -> int:
-    """Run trials until all are finished, and return how many this worker finished; an interruption releases its claims."""
+    """Run trials until all are finished, and return how many this worker finished; if interrupted, it releases its trials."""
     return Worker(store, engine, options or WorkerOptions()).run()
 
 
 class Worker:
-    """Runs one worker, from its first claim until it leaves the store: it claims trials, starts them in the engine, writes results."""
+    """Runs one worker: reserves trials in a database, has the engine run them, and writes their results, until all ended."""
 
     def __init__(self, store: Store, engine: Engine, options: WorkerOptions) -> None:
         self._store, self._engine, self._options = store, engine, options
@@ -217,7 +217,7 @@ class Worker:
         return self._num_finished
 
     def _turn(self) -> bool:
-        """Write results, start a trial for each free slot of the engine, and return whether any trial runs or is unfinished."""
+        """Write results, start as many trials as the engine has room for, and return whether any trial runs or is unfinished."""
         claims = self._write(self._engine.slots - len(self._claims) + len(self._ended))
         for claim in self._accepted(claims):
             self._engine.start(claim)
@@ -227,7 +227,7 @@ class Worker:
         return bool(count_open(self._store, self._options.sweep, without=tuple(self._refused)))
 
     def _write(self, num_free: int) -> list[Claim]:
-        """Write results to the store, report them, and return up to `num_free` new claims."""
+        """Write the results of ended trials to the database, report them, and reserve and return up to `num_free` new trials."""
         options, ended = self._options, self._ended
         written, claims = self._store.exchange(self._id, ended, num_free, sweep=options.sweep, without=tuple(self._refused))
         self._ended = []
@@ -257,7 +257,7 @@ class Worker:
             self._options.say(f"{about}: {result.reason}. It will run again ({claim.attempt} of at most {MAX_ATTEMPTS} attempts).")
 
     def _accepted(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Return the claims whose tasks this worker runs; release the others, and claim no trials of their tasks again."""
+        """Return the reserved trials whose tasks this worker runs; release the others, and reserve no more of their tasks."""
         for task in dict.fromkeys(claim.spec.task for claim in claims):
             if (reason := self._options.refuses(task)) is not None:
                 self._refused[task] = reason

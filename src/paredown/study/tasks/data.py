@@ -41,7 +41,7 @@ class Data(ABC):
 
     @abstractmethod
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return an endless iterator of training batches.
+        """Return an endless iterator of training batches (inputs, answers) of `batch` examples, in an order that `seed` decides.
 
         Memory that all batches share is allocated before this returns, not at the first batch.
         """
@@ -139,7 +139,7 @@ class Examples(Data):
         return mean.float()[:, None, None], std.float()[:, None, None]
 
     def model_inputs(self, x: Tensor) -> Tensor:
-        """Return stored examples in the form that the model receives: normalized, with the channels that `look` requests."""
+        """Return stored examples as the model receives them: normalized, with the channels that `look` (PictureTransform) has."""
         if self.normalization is not None:
             mean, std = (part.to(x.device, non_blocking=True) for part in self.normalization)
             x = (x.float() - mean) / std
@@ -148,7 +148,7 @@ class Examples(Data):
         return x
 
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return an endless iterator of training batches."""
+        """Return an endless iterator of training batches (inputs, answers) of `batch` examples, in an order that `seed` decides."""
         return self._pairs(batch, batch, seed, device)
 
     def batches_ahead(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
@@ -157,7 +157,7 @@ class Examples(Data):
         return (pair for x, y in chunks for pair in zip(x.split(batch), y.split(batch), strict=True))
 
     def _pairs(self, batch: int, size: int, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return an endless iterator of `size` training examples at a time; a pass leaves out what does not fill a `batch`."""
+        """Return an endless iterator of (inputs, answers) of up to `size` examples; each pass has whole batches of `batch`."""
         source, num = torch.Generator().manual_seed(seed), self.num_train // batch * batch
         x, y = self.x_train.to(device), self.y_train.to(device)
         first = self._draws(num, source, device)  # drawn now, so that its memory is allocated before the first batch
@@ -228,7 +228,7 @@ class Text(Data):
         object.__setattr__(self, "num_test", min(MAX_TEST_PIECES, num_tested // (self.length + 1)))
 
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return an endless iterator of batches of training pieces."""
+        """Return an endless iterator of batches of `batch` pieces of the text with their next bytes as answers, drawn by `seed`."""
         source = torch.Generator().manual_seed(seed)
         read, offsets = self.read[: self.cut].to(device), torch.arange(self.length + 1, device=device)
         starts = (torch.randint(self.num_train, (batch, 1), generator=source).to(device) for _ in count())

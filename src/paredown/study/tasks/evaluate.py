@@ -315,7 +315,10 @@ def _trained(
     meters: tuple[MemoryMeter, StepTimer],
     progress: training.ProgressCallback | None,
 ) -> tuple[Trial, nn.Module]:
-    """Train and evaluate; return the trial (`head` with results added) and the model. An exception closes the session too."""
+    """Train and evaluate; return the trial (`head` with results added) and the model. An exception closes the session too.
+
+    `curve` collects the losses, `meters` measure memory and step time.
+    """
 
     def after(step: int) -> None:
         for meter in meters:
@@ -341,7 +344,7 @@ def _trained(
 
 
 def _predicted(setting: training.TrainingSetup) -> int | None:
-    """Return the predicted peak bytes; None if the step cannot be traced, or if a simulated plan has rules for values no step stores."""
+    """Return the predicted peak bytes of a training; None if its step cannot be traced, or lacks values of a simulated plan."""
     keys = tuple(key for key, _ in setting.plan.rules)
     if setting.mode != "store" and keys in _refused.get(setting.task, ()):
         return None

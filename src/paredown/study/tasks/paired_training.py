@@ -48,7 +48,7 @@ class Training:
 
     @staticmethod
     def start(task: Task, plan: Plan, *, seed: int, sessions: ExitStack) -> Training:
-        """Start a training on the CPU and take the steps whose memory is measured; the session stays open until `sessions` closes."""
+        """Start a training on the CPU and take the steps whose memory is measured; `sessions` keeps the plan applied."""
         setting = make_setting(task, plan, seed=seed, device="cpu")
         batches = task.data.batches(task.batch, seed=seed, device=setting.device)
         curve, meter = curve_of(task), MemoryMeter(setting.device)

@@ -75,7 +75,10 @@ def formats_state(plan: Plan) -> bool:
 def _trace(
     task: Task, device: str | None, has_state_formats: bool, batch_size: int | None, optimizer: str | None, step: tuple[bool, bool]
 ) -> Trace:
-    """Return the trace of a training step; `step` says whether it is compiled, and whether its loss is computed in chunks."""
+    """Return the trace of a training step; `step` says whether it is compiled, and whether its loss is computed in chunks.
+
+    With `has_state_formats` the optimizer is one of paredown.optim, whose temporaries are not traced.
+    """
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         model, batch = TrainingSetup(task, Plan(), 0, CPU).placed_model(), _first_batch(task)
     if batch_size is not None:
@@ -87,7 +90,7 @@ def _trace(
 
 
 def resized(batch: Any, batch_size: int, new_batch_size: int) -> Any:
-    """Return `batch`, tensors in any nesting, with `new_batch_size` examples; tensors that change are on the meta device."""
+    """Return `batch`, nested tensors, with `new_batch_size` instead of `batch_size` examples; changed ones are on meta."""
 
     def change(tensor: Tensor) -> Tensor:
         if not tensor.ndim or len(tensor) != batch_size:

@@ -27,7 +27,7 @@ VERSION = 1  # of the JSON
 
 
 class Status(str, Enum):
-    """The way in which a trial ended."""
+    """Says how a trial, one training of a task under a plan, ended."""
 
     DONE = "done"
     DIVERGED = "diverged"
@@ -99,7 +99,7 @@ class Trial:
         return texts
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value: version and all fields by name."""
+        """Return the trial as a dict for JSON: a version, and all fields by name."""
         value: dict[str, Any] = {"version": VERSION} | {name: getattr(self, name) for name in NAMES}
         curve = [[step, loss] for step, loss in self.curve]
         return value | {"plan": self.plan.to_json(), "status": self.status.value, "curve": curve, "versions": dict(self.versions)}

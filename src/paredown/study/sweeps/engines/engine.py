@@ -44,7 +44,7 @@ class Engine(ABC):
 
     @abstractmethod
     def start(self, claim: Claim) -> None:
-        """Start a claimed trial; `wait` returns it when it has ended."""
+        """Start the trial of `claim`, which a worker has reserved in a store; `wait` returns it when it has ended."""
 
     @abstractmethod
     def wait(self, seconds: float) -> list[EndedTrial]:
@@ -83,7 +83,7 @@ def failed(spec: TrialSpec, reason: str, status: Status = Status.FAILED) -> Tria
 
 
 def deadline_of(claim: Claim) -> float | None:
-    """Return when a trial that starts now exceeds its time limit, on the monotonic clock; None without a limit."""
+    """Return the value of time.monotonic() at which a trial that starts now exceeds its time limit; None without a limit."""
     limit = claim.spec.settings.timeout_seconds
     return None if limit is None else time.monotonic() + limit
 
@@ -164,7 +164,7 @@ class LocalEngine(Engine):
 
 
 def check_run(run: RunTrial) -> None:
-    """Raise SweepError if child processes could not import `run`."""
+    """Raise SweepError if child processes cannot import `run`, the function that runs trials, since a script defines it."""
     if getattr(run, "__module__", None) == "__main__":
         raise SweepError(
             "the function that runs trials is defined in the script itself, and child processes cannot import it: move it to a module."
@@ -222,7 +222,7 @@ def _child(pipe: Connection, run: RunTrial, spec: TrialSpec, resources: TrialRes
 
 
 def settle(pipe: Connection, resources: TrialResources) -> None:
-    """Prepare a new child process for a trial: set its GPU and threads, and end it when the parent's end of `pipe` is closed."""
+    """Prepare a new child process for a trial: set its GPU and threads, and end it when the other end of `pipe` is closed."""
     os.setsid()  # a process group of its own, which can be killed as a whole
     os.dup2(sys.stderr.fileno(), 1)  # stdout belongs to the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C

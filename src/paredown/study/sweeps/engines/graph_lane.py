@@ -42,7 +42,7 @@ class InitialStates:
         self._states: OrderedDict[Any, list[Tensor]] = OrderedDict()
 
     def of(self, key: Any, setting: TrainingSetup) -> list[Tensor]:
-        """Return the initial parameters and buffers for the seed of `setting`; `key` identifies the model."""
+        """Return the initial parameters and buffers of the model that `key` identifies, for the seed of `setting`."""
         state = self._states.pop((key, setting.seed), None)
         if state is None:
             state = [tensor.detach().to(setting.device) for tensor in tensors_of(setting.model())]
@@ -60,7 +60,7 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 
 @dataclass
 class LaneRun:
-    """One training in a lane: its loss curve, its data, and how much of it is queued on the device."""
+    """One training in a lane (a model with captured graphs): its loss curve, its data, and how much of it is queued."""
 
     setting: TrainingSetup
     head: Trial
@@ -100,7 +100,7 @@ class Lane:
         self._judges: dict[Any, tuple[Replay, Pair, Tensor]] = {}
 
     def _judge_of(self, x: Tensor, answers: Tensor) -> tuple[Replay, Pair, Tensor]:
-        """Return (replay function, inputs, output) of a captured graph that evaluates test batches shaped like this one."""
+        """Return (replay function, inputs, output) of a new captured graph that evaluates test batches shaped like these."""
         scores = torch.zeros(2, dtype=torch.float64, device=self.setting.device)
 
         def judge() -> None:
@@ -228,7 +228,7 @@ class Lane:
         return host, event
 
     def close(self) -> None:
-        """Close the lane's session, which restores the unmodified model."""
+        """Close the session that applies plans to the lane's model, which restores the unmodified model."""
         self._session.close()
 
 

@@ -101,7 +101,7 @@ class RayTrial:
 
 @final
 class RayEngine(Engine):
-    """Runs each trial as a Ray task in a process of its own; `slots` None: as many as the cluster's nodes have resources for."""
+    """Runs each trial as a Ray task in a process of its own, `slots` in parallel; None: as many as the cluster has room for."""
 
     def __init__(self, run: RunTrial, *, slots: int | None = None, options: RayOptions | None = None) -> None:
         options = options or RayOptions()
@@ -212,7 +212,7 @@ def share_of_gpu(num_gpus: float, slots: int | None) -> float:
 
 
 def _run_remotely(run: RunTrial, spec: TrialSpec) -> Generator[str]:
-    """Yield JSON twice: at the start the host of this process and None, at the end the host and the trial."""
+    """Run a trial on the cluster; yield JSON of this host's name and None at the start, of the name and the trial at the end."""
     host = socket.gethostname()
     yield json.dumps([host, None])
     yield json.dumps([host, run_safely(run, spec).to_json()])
