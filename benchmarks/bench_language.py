@@ -2,6 +2,7 @@
 
     python benchmarks/bench_language.py predict                           # peaks, without a GPU: results/language_predictions.json
     python benchmarks/bench_language.py lora full gpt2 loss --largest     # one GPU; Liger, PEFT and bitsandbytes from the folder peers/
+    python benchmarks/bench_language.py experts                           # Qwen3-30B-A3B with adapters on its experts
     python benchmarks/bench_language.py lora-32k lora-110k lora-150k      # long texts; the last two within 24 GiB
     python benchmarks/bench_language.py full-8GiB                         # training of `full` within 8 GiB
     python benchmarks/bench_language.py lora_accuracy --data folder --states folder   # of the models that train_long.py has trained
@@ -42,9 +43,9 @@ from paredown.tables import Table
 WORKER = Path(__file__).parent / "language_worker.py"
 FILE, PREDICTIONS = "language.json", "language_predictions.json"
 WAYS = {"loss": tuple(LOSSES), **{name: tuple(way.name for way in job.ways) for name, job in JOBS.items()}, **TRAININGS}
-STEPS = ("lora", "lora-32k", "lora-110k", "lora-150k", "full", "full-8GiB", "gpt2", "loss")  # jobs without seeds
+STEPS = ("lora", "lora-32k", "lora-110k", "lora-150k", "experts", "full", "full-8GiB", "gpt2", "loss")  # jobs without seeds
 PREPARED_GIB = {
-    "lora": 22, "lora-32k": 24, "lora-110k": 26, "lora-150k": 26, "full": 14, "full-8GiB": 9, "gpt2": 21, "loss": 26,
+    "lora": 22, "lora-32k": 24, "lora-110k": 26, "lora-150k": 26, "experts": 28, "full": 14, "full-8GiB": 9, "gpt2": 21, "loss": 26,
 }  # of a process: gpt2 on average, others at most  # fmt: skip
 LIMIT_GIB = 130  # for all processes together
 SEEDS, QUICK_SEEDS = (0, 1, 2), (0,)

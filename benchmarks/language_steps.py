@@ -2,9 +2,10 @@
 
 `lora`: a Llama of 8B parameters in bfloat16, 1 x 4096 tokens, with adapters of rank 16 by PEFT, in bfloat16, on all linear layers but the
 output head, and with checkpointing by gradient_checkpointing_enable(). `lora-32k`, `lora-110k` and `lora-150k`: the same model and more
-tokens, checkpointed by the plan, with its layers in tiles and the inputs of layers in host memory; the longer two within 24 GiB. `full`: a
-Llama of 1.2B parameters in bfloat16, all of them trained, 4 x 2048 tokens, the same checkpointing. `gpt2`: GPT-2 with 124M parameters under
-bf16 autocast, 16 x 1024 tokens, without checkpointing.
+tokens, checkpointed by the plan, with its layers in tiles and the inputs of layers in host memory; the longer two within 24 GiB. `experts`:
+a Qwen3-30B-A3B, 1 x 4096 tokens, with adapters of rank 16 on attention and on all experts, over nf4; its layers are made and packed one
+after the other, so that its 57 GiB in bfloat16 never exist. `full`: a Llama of 1.2B parameters in bfloat16, all of them trained, 4 x 2048
+tokens, the same checkpointing. `gpt2`: GPT-2 with 124M parameters under bf16 autocast, 16 x 1024 tokens, without checkpointing.
 
 Peers replace the loss by Liger's fused linear cross entropy (`-all`: the norms, the rotary embedding and SwiGLU by Liger's kernels, too).
 QLoRA is bitsandbytes' nf4 in blocks of 64 for all linear layers but the output head, which is bfloat16, as is the embedding. On a CPU,
@@ -38,9 +39,17 @@ LLAMA_8B = {
     "vocab_size": 128_256,
 }  # fmt: skip
 LLAMA_1B = {**LLAMA_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True}
+QWEN3_30B_A3B = {
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "vocab_size": 151_936,
+}  # fmt: skip
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # parameters that PEFT adapts
 TINY_LLAMA = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": 8192,
+}  # fmt: skip
+TINY_QWEN3 = {
+    **TINY_LLAMA, "moe_intermediate_size": 32, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2
 }  # fmt: skip
 TINY_GPT2 = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 8192, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
 
@@ -88,6 +97,7 @@ class Job:
     shape: tuple[int, int]  # examples, tokens of each
     make: Callable[[bool], nn.Module]  # whether it is quick -> the model on the default device
     has_adapters: bool = False
+    parameters: tuple[str, ...] = ()  # beside linear layers, these have adapters
     has_checkpointing: bool = True
     has_autocast: bool = False
     limit_bytes: int | None = None  # of the whole process
@@ -118,6 +128,27 @@ def llama(sizes: Mapping[str, Any], is_quick: bool) -> nn.Module:
         torch.set_default_dtype(before)
 
 
+def qwen3_moe(sizes: Mapping[str, Any], is_quick: bool) -> nn.Module:
+    """A Qwen3 with experts on the default device, in bfloat16 with random values; layers are packed in nf4 as soon as they are made."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options: dict[str, Any] = {"use_cache": False, "attn_implementation": "sdpa", "pad_token_id": None}
+    config = AutoConfig.for_model("qwen3_moe", **{**sizes, **TINY_QWEN3} if is_quick else sizes, **options)
+    device = torch.get_default_device()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False).train()
+    if device.type == "meta":
+        return model
+    decoder: Any = model.model
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=config)
+    for part in (decoder.embed_tokens, *decoder.layers, decoder.norm, model.lm_head):
+        part.to_empty(device=device)
+        for parameter in part.parameters():
+            nn.init.ones_(parameter) if parameter.ndim == 1 else nn.init.normal_(parameter, std=0.02)
+        pare.apply(pare.Plan.uniform(frozen=NF4), part).close(packed_base=True)
+    return model
+
+
 def gpt2_124m(is_quick: bool) -> nn.Module:
     """GPT-2."""
     return gpt2(**TINY_GPT2) if is_quick else gpt2()
@@ -138,6 +169,10 @@ LORA_WAYS = (
     Way("qlora-double", liger="loss", base="nf4-double"),
     Way("paredown-nf4", {**INPUTS, "frozen": NF4}),
     Way("paredown-int4", {**INPUTS, "frozen": INT4}),
+)
+EXPERT_WAYS = (
+    Way("paredown-nf4", {"frozen": NF4}),
+    Way("paredown-nf4-lpmm", {"frozen": NF4}, tier="lpmm", optimizer="paredown"),
 )
 LONG_WAYS = (
     Way("paredown-nf4", {**INPUTS, "frozen": NF4}, recomputes=True),
@@ -164,6 +199,7 @@ JOBS = {
     job.name: job
     for job in (
         Job("lora", LORA_WAYS, (1, 4096), partial(llama, LLAMA_8B), has_adapters=True),
+        Job("experts", EXPERT_WAYS, (1, 4096), partial(qwen3_moe, QWEN3_30B_A3B), has_adapters=True, parameters=EXPERTS),
         Job("lora-32k", LONG_WAYS, (1, 32_768), partial(llama, LLAMA_8B), has_adapters=True, has_checkpointing=False),
         *(
             Job(
@@ -202,11 +238,12 @@ def with_liger(model: nn.Module, kernels: str) -> None:
     apply_liger_kernel_to_llama(rope=others, rms_norm=others, swiglu=others, fused_linear_cross_entropy=True, model=model)
 
 
-def with_adapters(model: nn.Module) -> nn.Module:
-    """PEFT's adapters, in the dtype of the base."""
+def with_adapters(model: nn.Module, parameters: Collection[str] = ()) -> nn.Module:
+    """PEFT's adapters of linear layers, and of `parameters` of other modules, in the dtype of the base."""
     from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
 
-    config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+    others: dict[str, Any] = {"target_parameters": list(parameters)} if parameters else {}
+    config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(TARGETS), task_type="CAUSAL_LM", **others)
     return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
@@ -250,7 +287,7 @@ def made(job: Job, way: Way, device: str, *, is_quick: bool) -> nn.Module:
         quantize_by_bitsandbytes(model, is_double=way.base == "nf4-double")
     if way.liger and device == "cuda":
         with_liger(model, way.liger)
-    model = with_adapters(model) if job.has_adapters else model
+    model = with_adapters(model, job.parameters) if job.has_adapters else model
     if job.has_checkpointing:
         enable: Any = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -17,6 +17,7 @@ from paredown.tables import Table
 
 Rows = Mapping[tuple[str, str, int | None], Mapping[str, Any]]  # (job, way, seed) -> row
 GIB = 2**30
+EXPERTS_GIB = 22
 MAX_ERROR = 0.05  # of predicted peaks
 QLORA = ("qlora", "qlora-double")
 BASELINES = {"lora_accuracy": "bf16"}
@@ -120,6 +121,9 @@ def verdicts(rows: Rows) -> list[Verdict]:
         first, last = row.get("first_loss"), row.get("last_loss")
         falls = None if first is None or last is None else last - first
         found.append(Verdict(f"full: change of the loss of {way} in 8 GiB", "< 0", falls, None if falls is None else falls < 0, ""))
+    peak = value(rows, "experts", "paredown-nf4-lpmm", "peak_bytes")
+    fits = None if peak is None else peak <= EXPERTS_GIB * GIB
+    found.append(Verdict("experts: peak of paredown-nf4-lpmm", f"<= {EXPERTS_GIB} GiB", peak and peak / GIB, fits, " GiB"))
     for (job, way, seed), row in rows.items():
         peak, guess = row.get("peak_bytes"), row.get("predicted_bytes")
         if seed is None and peak and guess:

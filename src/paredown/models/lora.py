@@ -69,7 +69,11 @@ class LoraParameter(nn.Module):
     def _with_adapter(self, weight: Tensor) -> Tensor:
         a = self.lora_A.weight.unflatten(0, (self.num, -1))  # (experts, rank, inputs)
         b = self.lora_B.weight.unflatten(1, (-1, self.num)).permute(2, 0, 1)  # (experts, outputs, rank)
-        return torch.baddbmm(weight.view(self.num, *weight.shape[-2:]), b, a, alpha=ALPHA).view(weight.shape)
+        if (
+            weight.ndim == EXPERTS_NDIM
+        ):  # as PEFT: a session computes this sum a group of experts at a time (session/weights/packed_experts.py)
+            return torch.baddbmm(weight, b, a, alpha=ALPHA)
+        return torch.baddbmm(weight.unsqueeze(0), b, a, alpha=ALPHA)[0]
 
 
 def _adapter(weight: Tensor, inputs: int, rank: int, outputs: int) -> tuple[nn.Linear, nn.Linear]:

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paredown.codec.packed import DTYPES
 from paredown.errors import OptimError
-from paredown.optim.packed_weight import KEY, NO_MEMORY, Weight, weight_of
+from paredown.optim.packed_weight import KEY, KINDS, NO_MEMORY, SIZES, VALUES, Weight, weight_of
 
 NEW_PARAMETER = (
     "nn.Parameter(p) of a packed weight: there is no memory that both could share. Put parametrizations such as weight_norm on before "
@@ -46,10 +46,7 @@ NEW_PARAMETER = (
 IS_PARAMETER = "_is_parameter"
 HELD = "_held"  # attribute of a view: the version of the weight, and the decoded values that the view was made from
 LEAF = "a leaf Variable that requires grad is being used in an in-place operation."
-VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag"))  # attributes that need values; all others are answered without decoding
-# functions that do not read values
-SIZES = ("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "dim_order", "__len__")
-KINDS = ("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "get_device")
+# functions that do not read values, beside SIZES and KINDS
 OTHERS = (
     *("is_same_size", "is_set_to", "has_names", "_is_view", "_is_zerotensor"),
     *("_use_count", "__dir__", "result_type", "can_cast"),
@@ -132,7 +129,8 @@ class PackedParameter(Tensor):
             result = _linear_of_frozen(*args)
             if result is not None:
                 return result
-        return call_outside_compile(func, args, kwargs or {})
+        result = _by_groups(func, args, kwargs or {})
+        return call_outside_compile(func, args, kwargs or {}) if result is NotImplemented else result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -216,6 +214,15 @@ def _linear_of_frozen(x: Tensor, packed: Any, bias: Tensor | None = None) -> Ten
         return _apply_frozen_linear(x, weight, dtype, bias, weight.hook_of_checkpoint())
 
 
+def _by_groups(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the result of a function on a frozen weight that is decoded by groups of experts; NotImplemented if it has none."""
+    for packed in args:
+        weight: Weight | None = vars(packed).get(KEY) if type(packed) is PackedParameter else None
+        if weight is not None and weight.by_groups is not None:
+            return weight.by_groups.call(func, args, kwargs)
+    return NotImplemented
+
+
 def call_outside_compile(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return func(*args, **kwargs) as `call_decoded` does, but excluded from tracing by torch.compile."""
     if "torch._dynamo" not in sys.modules:
@@ -288,6 +295,9 @@ def _set_data(packed: Tensor, values: Tensor) -> None:
 
 def _computed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return func(*args, **kwargs) computed on decoded values; a packed parameter that `func` writes to is encoded again."""
+    packed = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is PackedParameter]
+    if any([_weight(leaf).show_whole(name) for leaf in packed if not _is_view(leaf)]):
+        return func(*args, **kwargs)
     is_collective = (getattr(func, "__module__", None) or "").startswith("torch.distributed")
     writes = name in WRITES or (name.endswith("_") and not name.endswith("__"))
     values, first = DecodedValues(torch.is_grad_enabled() and not is_collective, writes), torch._C._autograd._get_sequence_nr()

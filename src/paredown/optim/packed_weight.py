@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,10 @@ from paredown.codec.packed import DEVICES, DTYPES, PackedTensor, decoder, encode
 from paredown.formats.format import Format
 
 KEY = "_paredown_weight"  # in the __dict__ of a parameter
+VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag"))  # attributes that need values; all others are answered without decoding
+# functions that read sizes, or the kind of values
+SIZES = ("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset", "dim_order", "__len__")
+KINDS = ("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg", "get_device")
 PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NO_MEMORY = (
     "this weight is stored packed and has no memory to read from. paredown decodes it for its modules and for functions of torch; "
@@ -48,6 +52,18 @@ PackHook = Callable[[Tensor], Any]
 OnUse = Callable[[Any, int, "list[tuple[Weight, Tensor]]"], None]
 OnWrite = Callable[["Weight", Tensor], Callable[[], None] | None]
 SAMPLED = 1 << 13  # values of the first rows, on which rounding errors are measured
+
+
+class ByGroups(Protocol):
+    """The part of a session that computes functions of a weight of many experts, one group of them at a time."""
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return func(*args, **kwargs), or NotImplemented if it needs all experts."""
+        ...
+
+    def show_whole(self, weight: Weight, function: str) -> None:
+        """Give the parameter decoded memory if its module runs, since a function of this name needs all experts."""
+        ...
 
 
 class NoMemory(Tensor):
@@ -65,9 +81,10 @@ class Weight:
     """The codes in which one parameter is stored, with methods that give the parameter decoded memory or take it away."""
 
     __slots__ = (
-        "__weakref__", "_decode", "_exported", "_is_contiguous", "_packed", "_packed_class", "_ref", "_shared", "accumulator",
-        "address", "device_type", "dtype", "empty", "hook_of_checkpoint", "in_graphs", "is_checked", "is_pinned", "on_use", "on_write",
-        "places", "references", "residue", "rounding_error", "seen", "size", "stride", "users", "version", "was_compiled", "written",
+        "__weakref__", "_decode", "_exported", "_is_contiguous", "_packed", "_packed_class", "_ref", "_row_decoders", "_shared",
+        "accumulator", "address", "by_groups", "device_type", "dtype", "empty", "hook_of_checkpoint", "in_graphs", "is_checked",
+        "is_pinned", "on_use", "on_write", "places", "references", "residue", "rounding_error", "seen", "size", "stride", "users",
+        "version", "was_compiled", "written",
     )  # fmt: skip
 
     def __init__(
@@ -86,6 +103,7 @@ class Weight:
         """
         self.on_use, self.hook_of_checkpoint = on_use, hook_of_checkpoint
         self.on_write: OnWrite | None = None  # called with values before they are encoded; what it returns is called after
+        self.by_groups: ByGroups | None = None  # of a frozen weight of many experts that a session decodes one group at a time
         self.residue: Tensor | None = None  # 8 more bits that an optimizer stores: zeroed when other code writes values
         self.written: Tensor | None = None  # values whose encoding is deferred
         self.version = 0  # incremented with every change of the values
@@ -112,6 +130,7 @@ class Weight:
         self.device_type = like.device.type
         self.stride, self._is_contiguous = self.empty.stride(), self.empty.is_contiguous()
         self._decode = _decoder(packed)
+        self._row_decoders: dict[tuple[int, int], Callable[[Tensor], Tensor]] = {}  # (first, last) -> what decodes these rows
 
     def __reduce__(self) -> Any:
         return type(None), ()  # copies of a parameter are not packed
@@ -139,7 +158,7 @@ class Weight:
 
     def detach(self) -> None:
         """End the ownership of a session, as when it is closed; the parameter stays packed."""
-        self.on_use = self.hook_of_checkpoint = self.on_write = self.accumulator = None
+        self.on_use = self.hook_of_checkpoint = self.by_groups = self.on_write = self.accumulator = None
         self.users, self.is_pinned = 0, False
         self.hide()
 
@@ -185,6 +204,35 @@ class Weight:
             self._decode(rows)
             out.copy_(rows)
         return out if made is wanted else out.to(wanted)
+
+    def decode_rows(self, first: int, last: int) -> Tensor:
+        """Return the decoded values of the rows `first` to `last` - 1 of a contiguous weight, in new memory."""
+        packed = self.packed
+        decode = self._row_decoders.get((first, last))
+        if decode is None:
+            decode = self._row_decoders[first, last] = _decoder(_rows(packed, first, last))
+        out = torch.empty((last - first, *self.size[1:]), dtype=self.dtype, device=packed.device)
+        decode(out)
+        return out
+
+    def ends(self, offsets: Tensor, num_rows: int) -> list[int]:
+        """Return the values of `offsets`, which the host waits for."""
+        return offsets.tolist()
+
+    def show_whole(self, function: str) -> bool:
+        """Give the parameter decoded memory for the call of its module, since a function needs it; return whether it has memory then.
+
+        Outside of its module, and for weights that are not decoded by groups of experts, this does nothing.
+        """
+        if self.by_groups is None:
+            return False
+        self.by_groups.show_whole(self, function)
+        return self.is_plain
+
+    def whole(self, function: str) -> Tensor:
+        """Return all decoded values, which a function of this name needs."""
+        parameter = self.parameter
+        return parameter.detach() if self.show_whole(function) and parameter is not None else self.decode()
 
     def shared(self, dtype: torch.dtype) -> Tensor:
         """Return the decoded values in `dtype`, only for reading: callers get the same memory as long as one of them keeps it."""
@@ -466,8 +514,12 @@ def _distance(values: Tensor, packed: PackedTensor) -> float:
 
 
 def _first_rows(packed: PackedTensor, num_rows: int) -> PackedTensor:
-    first = packed.mapped(lambda part: part[:num_rows] if part.dim() else part)  # one scale of all scales has no rows
-    return replace(first, shape=torch.Size((min(num_rows, packed.shape[0]), *packed.shape[1:])))
+    return _rows(packed, 0, min(num_rows, packed.shape[0]))
+
+
+def _rows(packed: PackedTensor, first: int, last: int) -> PackedTensor:
+    rows = packed.mapped(lambda part: part[first:last] if part.dim() else part)  # one scale of all scales has no rows
+    return replace(rows, shape=torch.Size((last - first, *packed.shape[1:])))
 
 
 def _can_be_packed(values: Tensor) -> bool:

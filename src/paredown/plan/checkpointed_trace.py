@@ -44,6 +44,7 @@ from paredown.sizes import FLOAT_BYTES
 CALL = re.compile(r"@\d+")  # suffix of a path from the second call of a module on
 INPUT = "it is the input of a checkpointed module"
 Span = tuple[int, int]
+EXPERTS_NDIM = 3  # (experts, outputs, inputs) or (experts, inputs, outputs)
 TILES = "tiles"  # the operation of pieces of a module (plan/tiled_trace.py)
 
 
@@ -51,14 +52,30 @@ def step_under(trace: Trace, plan: Plan) -> Trace:
     """Return the trace of the step that runs under `plan`: `trace` itself, or one of the variants in its fields.
 
     Under a plan that changes nothing, packs no activations, or packs all of them in 4 bits or fewer in a compiled step, the step may save
-    other tensors than those of `trace`.
+    other tensors than those of `trace`. A step with packed experts decodes these in groups.
     """
     if trace.unmodified is not None and plan.changes_nothing:
         return step_under(trace.unmodified, plan)
+    trace = with_groups(trace, plan)
     if trace.without_packing is not None and not plan.packs_activations:
         return trace.without_packing
     has_few_bits = all(format is not None and format.element.width <= 4 for format in plan.activation_formats)
     return trace.in_4_bits if trace.in_4_bits is not None and has_few_bits else trace
+
+
+def with_groups(trace: Trace, plan: Plan) -> Trace:
+    """Return the variant of the trace in which experts are decoded group by group if `plan` packs any, otherwise `trace`."""
+    other = trace.by_groups
+    return other if other is not None and any(_is_packed(slot, plan) for slot in other.slots if is_by_groups(slot)) else trace
+
+
+def is_by_groups(slot: Slot) -> bool:
+    """Return whether a slot is a frozen weight of many experts that no operation reads as a whole."""
+    return slot.role is Role.WEIGHT and slot.is_frozen and len(slot.shape) == EXPERTS_NDIM and not (slot.running or slot.parts)
+
+
+def _is_packed(slot: Slot, plan: Plan) -> bool:
+    return not slot.stays and plan.find((slot.name,), Role.FROZEN).format is not None
 
 
 def outermost(paths: Iterable[str], patterns: Iterable[str], *, what: str = "recompute") -> list[str]:
@@ -157,7 +174,7 @@ def _span(trace: Trace, module: str) -> CheckpointSpan | str:
     """Return the first and last operations (ticks) of `module`, or a sentence on why it cannot be checkpointed."""
     outputs = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
     start, end = min(o.birth for o in outputs), max(o.birth for o in outputs)
-    weights = [slot for slot in trace.of(Role.WEIGHT) if is_inside(slot.module, module)]
+    weights = [slot for slot in trace.of(Role.WEIGHT) if is_inside(slot.module, module) and not is_by_groups(slot)]
     runs = (sum(first < trace.backward_at for first, _ in slot.running) for slot in weights)
     calls = min(runs, default=1)  # a call of the module runs each of its weights, and an adapter or a tied layer may run one again
     if calls > 1:
@@ -197,7 +214,7 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
     second = _SecondPass.of(trace, span)
     tiled = [output.module for output in outputs if output.op == TILES and is_inside(output.module, span.module)]
     for slot in trace.slots:
-        if slot.role is Role.WEIGHT and is_inside(slot.module, span.module):
+        if slot.role is Role.WEIGHT and is_inside(slot.module, span.module) and not is_by_groups(slot):
             is_of_tile = any(is_inside(slot.module, module) for module in tiled)  # pieces decode it themselves
             slots.append(slot if is_of_tile else _weight_used_twice(slot, span, complete.get(slot.name, span.backward_end)))
         elif slot.role is Role.TEMPORARY and slot.recomputed_from and is_inside(slot.module, span.module):
@@ -235,7 +252,8 @@ def _with_frozen(slots: Iterable[Slot], before: Trace, span: CheckpointSpan) -> 
     The second forward pass is one tick and decodes frozen weights one at a time; those with which one module call runs (experts) are
     decoded together. `before` is the trace without this checkpoint.
     """
-    frozen = [slot for slot in before.of(Role.WEIGHT) if slot.is_frozen and is_inside(slot.module, span.module)]
+    weights = [slot for slot in before.of(Role.WEIGHT) if slot.is_frozen and is_inside(slot.module, span.module)]
+    frozen = [slot for slot in weights if not is_by_groups(slot)]
     calls: dict[tuple[Span, ...] | str, list[Slot]] = {}
     for slot in frozen:
         calls.setdefault(slot.running or slot.name, []).append(slot)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from paredown.formats.catalog import is_small
 from paredown.formats.format import Format
 from paredown.plan.byte_intervals import SlotStorage, moment_bytes, parameter_of, resolve_parameter_formats, slot_storages
-from paredown.plan.checkpointed_trace import is_of
+from paredown.plan.checkpointed_trace import is_of, with_groups
 from paredown.plan.footprint import slot_bytes
 from paredown.plan.plan import OFFLOADED, Plan
 from paredown.plan.planned_step import planned_step
@@ -72,6 +72,7 @@ class PlannedSlots(TableRows[PlannedSlot]):
 
 def explain_slots(trace: Trace, plan: Plan) -> PlannedSlots:
     """Return how `plan` stores every activation, weight, gradient and moment of the step, and why."""
+    trace = with_groups(trace, plan)
     return PlannedSlots([*_activations(trace, plan), *_parameters(trace, plan)])
 
 

@@ -361,7 +361,9 @@ def footprint(
 
 
 def _footprint(trace: Trace, plan: Plan, shared: Distribution | None) -> Footprint:
-    allocator, given, trace = DEVICES[trace.device], trace, step_under(trace, plan)
+    allocator, given = DEVICES[trace.device], trace
+    # fully_shard gathers and decodes all experts of a weight
+    trace = step_under(replace(trace, by_groups=None) if shared is not None and shared.strategy == "fsdp2" else trace, plan)
     checkpointed = planned_step(trace, plan)
     missing = plan.check(_slots_of(given, *([] if checkpointed is trace else [checkpointed])))
     held = intervals(checkpointed, plan) if shared is None else distributed_intervals(checkpointed, plan, shared)

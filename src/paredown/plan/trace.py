@@ -252,6 +252,9 @@ class Trace:
     token_modules: tuple[TokenModule, ...] = ()
     is_compiled: bool = False  # by torch.compile
     without_packing: Trace | None = None  # the step under a plan that packs no activations, where that is another one
+    by_groups: Trace | None = (
+        None  # the step under a plan that packs frozen weights of many experts, which are decoded group by group
+    )
     in_4_bits: Trace | None = None  # of a compiled step: the step under a plan that packs all activations in 4 bits or fewer
     unmodified: Trace | None = None  # the step without a session, where sessions compute the loss in chunks
 
@@ -319,7 +322,7 @@ class Trace:
 
 
 FIELDS = tuple(field.name for field in fields(Trace))
-OF_OTHER_STEPS = ("without_packing", "in_4_bits", "unmodified")
+OF_OTHER_STEPS = ("without_packing", "by_groups", "in_4_bits", "unmodified")
 ROWS = ("slots", "outputs", "operations", "token_modules")  # fields that are written without their defaults
 
 

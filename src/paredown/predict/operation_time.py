@@ -210,7 +210,7 @@ def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
     """Yield each different operation of `traces`, and of the variants of the step that they contain, once."""
     seen: set[str] = set()
     for trace in traces:
-        for step in (trace, trace.without_packing, trace.unmodified):
+        for step in (trace, trace.without_packing, trace.by_groups, trace.unmodified):
             for operation in step.operations if step is not None else ():
                 if operation.arguments and not (operation_key(operation) in seen or seen.add(operation_key(operation))):
                     yield operation

@@ -32,6 +32,7 @@ from paredown.predict.token_modules import token_modules
 from paredown.roles import Role
 from paredown.session.view_outputs import ViewOutputs
 from paredown.session.weights.graph_linears import GraphLinears
+from paredown.session.weights.packed_experts import is_decoded_by_groups
 from paredown.sizes import say_bytes
 
 __all__ = ["Slot", "Trace", "trace_step"]
@@ -76,12 +77,13 @@ def trace_step(
             (head.reason_missing(slot.shape, slot.nbytes) for slot in unmodified.activations if _is_of_loss(slot)) if head else ()
         )
         note = next(filter(None, missing), "")
-        return replace(unmodified, notes=(*unmodified.notes, f"the loss is not in chunks: {note}")) if note else unmodified
+        notes = (*unmodified.notes, *([f"the loss is not in chunks: {note}"] if note else ()))
+        return tracer.with_groups(replace(unmodified, notes=notes))
     in_chunks = tracer.trace(head) if not head.reason else None
     if in_chunks is not None and head.use.num_losses:
-        return replace(in_chunks, unmodified=unmodified)
+        return tracer.with_groups(replace(in_chunks, unmodified=unmodified), head)
     note = ALL_LOGITS.format(head.use.path, head.reason or NO_CROSS_ENTROPY)
-    return replace(unmodified, notes=(*unmodified.notes, note))
+    return tracer.with_groups(replace(unmodified, notes=(*unmodified.notes, note)))
 
 
 def _is_of_loss(slot: Slot) -> bool:
@@ -110,16 +112,30 @@ class StepTracer:
 
         `head` is the output head of a language model whose loss is computed in chunks, or None.
         """
-        trace, has_hidden = self._trace(head, in_session=False)
-        return replace(self._trace(head, in_session=True)[0], without_packing=trace) if has_hidden else trace
+        return self._trace_of(head, by_groups=False)
 
-    def _trace(self, head: Any, *, in_session: bool) -> tuple[Trace, bool]:
+    def with_groups(self, trace: Trace, head: Any = None) -> Trace:
+        """Return `trace`, with `by_groups` if there are frozen weights of many experts: the step of sessions that pack these."""
+        parameters = ((module, p) for module in self.model.modules() for p in module.parameters(recurse=False))
+        has_experts = not trace.is_compiled and any(is_decoded_by_groups(module, p) for module, p in parameters)
+        return replace(trace, by_groups=replace(self._trace_of(head, by_groups=True), notes=trace.notes)) if has_experts else trace
+
+    def _trace_of(self, head: Any, *, by_groups: bool) -> Trace:
+        trace, has_hidden = self._trace(head, in_session=False, by_groups=by_groups)
+        if not has_hidden:
+            return trace
+        return replace(self._trace(head, in_session=True, by_groups=by_groups)[0], without_packing=trace)
+
+    def _trace(self, head: Any, *, in_session: bool, by_groups: bool) -> tuple[Trace, bool]:
         """Return the trace of the step, and whether in-place operations hide from it what autograd saves.
 
-        With `in_session`, views that modules return are replaced as sessions do it, so that nothing is hidden.
+        With `in_session`, views that modules return are replaced as sessions do it, so that nothing is hidden. With `by_groups`, frozen
+        weights of many experts are decoded one group at a time.
         """
         fakes = FakeTensors()
         with with_fake_tensors(self.model, fakes), with_fake_tensors(self.loss_module, fakes):
+            if by_groups:
+                fakes.decode_by_groups(self.model)
             step = FakeStep(self.model, self.loss_module, fakes, self.device)
             step.head = head
             step.view_outputs = ViewOutputs(self.model, FakeTensor) if in_session else None
@@ -206,6 +222,9 @@ class TraceBuilder:
         if role is not Role.WEIGHT:
             return slot
         allocation = self.step.timeline.find(tensor)
+        experts = self.step.fakes.experts.get(id(tensor))
+        if experts is not None and not experts.is_whole:  # what decodes it are outputs of the products that use it
+            return replace(slot, is_frozen=True)
         stays = CHOOSES if id(tensor) in self._router_ids else "" if id(tensor) in self._parameter_ids else OUTSIDE
         parts, running = self.step.recorder.weight_parts(allocation, end), self._decoded_spans(tensor, allocation)
         return replace(slot, stays=stays, parts=parts, running=running, is_frozen=not tensor.requires_grad)

@@ -41,6 +41,7 @@ from paredown.errors import TraceError
 from paredown.predict.fake import device_ops
 from paredown.predict.fake.cuda_autocast import cuda_autocast
 from paredown.predict.fake.tensor_values import ValuedFakeMode
+from paredown.session.weights.packed_experts import BY_GROUPS, ExpertWeights, expert_weights, function_name, is_decoded_by_groups
 
 IS_DEFERRED = "is_deferred"  # attribute of tensor classes that record operations (loss/deferred_logits.py)
 HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks")
@@ -96,6 +97,7 @@ class FakeTensors:
         # id of the original -> (original, fake); the original is held so that its id is not reused
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         self._codes: dict[tuple[int, torch.Size], Tensor] = {}  # address and shape of quantized parameters -> fake
+        self.experts: dict[int, FakeExperts] = {}  # id of a fake parameter -> what decodes it by groups, as sessions do
         self._wrappers: dict[int, Tensor] = {}  # id -> tensor of another library's class, whose inner tensors are fake
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -140,9 +142,47 @@ class FakeTensors:
         self._wrappers[id(made)] = made
         return made
 
+    def decode_by_groups(self, model: nn.Module) -> None:
+        """Decode the frozen weights of many experts of `model`, which has fake parameters, one group at a time from now on."""
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                if isinstance(parameter, FakeTensor) and is_decoded_by_groups(module, parameter):
+                    self.experts[id(parameter)] = FakeExperts(parameter)
+
+    def experts_of(self, argument: Any) -> Any:
+        """Return the `ExpertWeights` of a parameter that is decoded by groups; any other argument itself."""
+        source = self.experts.get(id(argument))
+        if source is None or source.is_whole:
+            return argument
+        return expert_weights(source, argument.device)
+
     def batch(self, batch: Any) -> Any:
         """Return `batch` (any nest of containers) with fake tensors in place of its tensors."""
         return tree_map_only(Tensor, self.of, batch)
+
+
+class FakeExperts:
+    """A fake parameter that is decoded one group of experts at a time, until a function needs all of it (`is_whole`)."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._parameter, self.is_whole, self.version = parameter, False, 0
+        self.size, self.dtype, self.device_type = parameter.size(), parameter.dtype, parameter.device.type
+
+    def decode_rows(self, first: int, last: int) -> Tensor:
+        """Return new memory for some experts."""
+        return torch.empty((last - first, *self.size[1:]), dtype=self.dtype)
+
+    def check_version(self, version: int) -> None:
+        """Do nothing: a fake weight is never changed."""
+
+    def ends(self, offsets: Tensor, num_rows: int) -> list[int]:
+        """Return the ends of equal numbers of rows."""
+        return [num_rows * (expert + 1) // len(offsets) for expert in range(len(offsets))]
+
+    def whole(self, function: str) -> Tensor:
+        """Return the parameter, which is decoded as a whole from now on."""
+        self.is_whole = True
+        return self._parameter
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -258,7 +298,10 @@ class DeviceForms(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
-        deferred = next((kind for kind in types if getattr(kind, IS_DEFERRED, False)), None)
+        if self._fakes.experts and function_name(func) in BY_GROUPS:
+            args = tuple(self._fakes.experts_of(arg) for arg in args)
+            types = [type(arg) for arg in args]
+        deferred = next((kind for kind in types if getattr(kind, IS_DEFERRED, False) or kind is ExpertWeights), None)
         if deferred is not None:
             with self:
                 return deferred.__torch_function__(func, types, args, kwargs)

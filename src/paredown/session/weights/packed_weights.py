@@ -5,7 +5,8 @@
     in backward                  each `DeferredWeight` decodes; several of the same weight share the decoded tensor while it is alive
 
 A frozen weight of an nn.Linear is not unpacked: `FrozenLinear` (optim/packed_parameter.py) decodes it for the matrix products of forward
-and backward, and autograd saves nothing.
+and backward, and autograd saves nothing. Nor is a frozen weight of many experts: products with it decode one group of experts at a time
+(packed_experts.py), until a function needs all of them.
 
 Under autocast a weight is cast once for each call of its module, and gradients of several calls are added in float32; torch's own cache
 would keep all casts until the forward pass ends, and add the gradients in bfloat16.
@@ -45,6 +46,7 @@ from paredown.roles import weight_role
 from paredown.session.changes import ADDED, UNMODIFIED, Change
 from paredown.session.weights import unattached_weights
 from paredown.session.weights.graph_linears import GraphLinears
+from paredown.session.weights.packed_experts import DecodedByGroups, is_decoded_by_groups
 from paredown.session.weights.saved_weights import (
     COMPILED,
     Accumulators,
@@ -67,6 +69,7 @@ SMALL = "packing them would save little, and norms and biases are sensitive"
 HELD = "it is still referenced after the forward pass: it stays unpacked until backward has used it"
 REPLACED = "the parameter was replaced after apply"
 FROZEN_LATER = "it was added or frozen after the plan was applied: freeze weights before apply"
+WHOLE = "{} reads all of it: it is decoded as a whole while its module runs, not one group of experts at a time"
 RELEASED = "its dtype or device became one that is not packed: it is unpacked from then on"
 NO_BACKWARD = -1  # id of the current graph task outside backward
 
@@ -92,6 +95,7 @@ class Weights:
         self.small: dict[str, Format] = {}
         self.not_packed: dict[str, tuple[Format, str]] = {}  # name -> requested format, and why the parameter is not packed
         self.pinned: set[str] = set()
+        self.whole: dict[str, str] = {}  # name of a weight with many experts -> the function that reads all of it
         self._packed_before: dict[str, Format | None] = {}  # name -> requested format, of weights that were packed before apply
         self._plain: set[str] = set()  # names of parameters whose dtype is the requested format already
         self.held: tuple[str, ...] = ()  # names of weights that were still decoded when the last forward pass ended
@@ -100,6 +104,7 @@ class Weights:
         # weights that other code refers to -> whether references to the Python object count, and the handle of the hook that tries again
         self._held: dict[Weight, tuple[bool, Any]] = {}
         self._running, self._lock = threading.local(), threading.RLock()
+        self._by_groups = DecodedByGroups(weakref.WeakMethod(self._show_whole))
         self._handles, self._writes = list[Any](), WeightWrites()
         self._hooks: dict[Weight, list[Hook]] = {}  # the pre-hooks of the modules that have the weight
         self._frozen_linears: dict[Weight, list[weakref.ref[nn.Module]]] = {}  # modules without hooks, by their weights
@@ -173,9 +178,16 @@ class Weights:
         yield from self._added(parameters)
         for name in sorted(self.pinned & self.weights.keys()):
             yield Change(f"weight={name}", str(self.weights[name].packed.format), "packed and unpacked", COMPILED)
+        yield from self._decoded_whole()
         yield from self._writes.changes()
         for name in self.held:
             yield Change(f"weight={name}", str(self.weights[name].packed.format), "unpacked until backward", HELD)
+
+    def _decoded_whole(self) -> Iterator[Change]:
+        """Yield a row of changes for each weight of many experts that a function reads as a whole."""
+        for name, function in self.whole.items():
+            if name in self.weights:
+                yield Change(f"weight={name}", str(self.weights[name].format), "packed, decoded as a whole", WHOLE.format(function))
 
     def _added(self, parameters: dict[str, nn.Parameter]) -> Iterator[Change]:
         """Yield a `Change` for each parameter that was added after `apply` and is not packed as requested."""
@@ -291,6 +303,9 @@ class Weights:
             for weight in place.weights():  # now: autograd numbers the node that finding one creates, and `Watch` reads the numbers
                 with weight.viewable():
                     gradient_node(weight, place.accumulators)
+                parameter = weight.parameter
+                if parameter is not None and is_decoded_by_groups(module, parameter):
+                    weight.by_groups = self._by_groups
         hook = Hook(partial(self._enter, place))
         for weight in weights:
             self._hooks.setdefault(weight, []).append(hook)
@@ -350,7 +365,7 @@ class Weights:
             self._end_interrupted([call for call in self._calls() if call.place is place])
         if self._loading:
             self._pack_loaded()
-        call = WeightCall(place, place.weights())
+        call = WeightCall(place, [weight for weight in place.weights() if weight.by_groups is None])
         for weight in call.weights:
             self._unpack(weight, place.accumulators)
         self._calls().append(call)
@@ -367,6 +382,20 @@ class Weights:
                 weight.accumulator = gradient_node(weight, accumulators)
             if (weight.users == 1 or weight.is_pinned) and weight not in self._held:
                 weight.references = weight.count_references()
+
+    def _show_whole(self, weight: Weight, function: str) -> None:
+        """Decode a weight with many experts for the rest of its module's call and in later ones, since a function reads all of it."""
+        if self._calls():  # not what a user reads outside of forward
+            self.whole.update({name: function for name, other in self.weights.items() if other is weight})
+        call = next((call for call in reversed(self._calls()) if weight in call.place.weights()), None)
+        if call is None:  # an adapter has replaced the parameter in its module
+            return
+        weight.by_groups = None
+        call.weights.append(weight)
+        self._unpack(weight, call.place.accumulators)
+        if call.place.module not in self._checkpointed:
+            call.end_saves()
+            call.begin_saves()
 
     def _leave(self, place: PackedModule, module: nn.Module, args: Any, output: Any) -> None:
         calls = self._calls()
