@@ -46,7 +46,7 @@ MAX_READS = 4  # Inductor's realize_reads_threshold
 MAX_ACCUMULATED_READS = 8  # its realize_acc_reads_threshold
 MAX_OPERATIONS = 30  # its realize_opcount_threshold
 MAX_FUSED = 64  # its max_fusion_size
-MAX_DISTANCE = 64  # kernels farther apart are not joined
+MAX_DISTANCE = 64  # kernels farther apart are not joined, unless one reads what the other writes
 
 
 OPERATIONS = {"decode": 14, "unpack_bits": 4}  # operations in the kernel of one node; other nodes have 1
@@ -332,11 +332,13 @@ def _nbytes(value: Any) -> int:
 class Kernel:
     """The buffers that one kernel of a graph writes.
 
-    `first`: the index of its first buffer in the graph. `domain`: how many elements it goes over, 0 if it cannot be fused.
+    `first`, `last`: the indices of its first and its last buffer in the graph. `domain`: how many elements it goes over, 0 if it cannot be
+    fused.
     """
 
     buffers: list[Buffer]
     first: int
+    last: int
     domain: int
     axis: str
 
@@ -344,10 +346,16 @@ class Kernel:
         """Return whether Inductor could fuse this kernel with another, as far as sizes tell."""
         if not self.domain or self.domain != other.domain or (self.axis and other.axis and self.axis != other.axis):
             return False
-        if abs(self.first - other.first) > MAX_DISTANCE or len(self.buffers) + len(other.buffers) > MAX_FUSED:
+        if len(self.buffers) + len(other.buffers) > MAX_FUSED:
+            return False
+        if max(self.last - other.first, other.last - self.first) > MAX_DISTANCE and not (self.reads(other) or other.reads(self)):
             return False
         columns = {b for kernel in (self, other) for b in kernel.buffers if b.axis == "columns"}
         return not any(source in columns for kernel in (self, other) for b in kernel.buffers for source in b.sources)
+
+    def reads(self, other: Kernel) -> bool:
+        """Return whether this kernel reads a buffer that the other one writes."""
+        return any(source in other.buffers for buffer in self.buffers for source in buffer.sources)
 
 
 class Kernels:
@@ -359,8 +367,9 @@ class Kernels:
         self.of: dict[Buffer, Kernel] = {}
         for i, (buffer, alone) in enumerate(zip(buffers, is_alone, strict=True)):
             key = buffer.node if alone else buffer
-            kernel = together.setdefault(key, Kernel([], i, 0 if alone else buffer.domain, buffer.axis))
+            kernel = together.setdefault(key, Kernel([], i, i, 0 if alone else buffer.domain, buffer.axis))
             kernel.buffers.append(buffer)
+            kernel.last = i
             self.of[buffer] = kernel
 
     def join_all(self, buffers: list[Buffer]) -> None:
@@ -368,7 +377,8 @@ class Kernels:
         for _, one, two in sorted(_pairs(buffers), key=lambda pair: -pair[0]):
             a, b = self.of[one], self.of[two]
             if a is not b and a.can_join(b) and not (self._reaches(a, b) or self._reaches(b, a)):
-                a.buffers, a.first, a.axis = [*a.buffers, *b.buffers], min(a.first, b.first), a.axis or b.axis
+                a.buffers, a.axis = [*a.buffers, *b.buffers], a.axis or b.axis
+                a.first, a.last = min(a.first, b.first), max(a.last, b.last)
                 self.of.update(dict.fromkeys(b.buffers, a))
 
     def sources(self, kernel: Kernel) -> list[Kernel]:
