@@ -123,6 +123,22 @@ def test_kernels_that_are_far_apart_are_joined_if_one_reads_what_the_other_write
     assert births == [0, 71]
 
 
+def test_kernels_of_packed_backward_graphs_are_in_the_order_of_their_last_operations() -> None:
+    """The sine and the last sum are one kernel, which needs the chain of products: in the order of first operations, `side` waits for it."""
+
+    def function(x: Tensor, y: Tensor) -> Any:
+        h = x @ y
+        sine, side = h.sin(), h @ x
+        return sine, side, (h @ y @ y) + h
+
+    with FakeTensorMode():
+        graph = make_fx(function)(torch.empty(SIDE, SIDE), torch.empty(SIDE, SIDE)).graph
+    order = {
+        by_last: [b.birth for b in GraphMemory(graph, by_last=by_last).buffers if b.kind == "extern"] for by_last in (False, True)
+    }
+    assert order == {False: [0, 4, 1, 2], True: [0, 1, 2, 3]}
+
+
 def test_a_value_with_many_inputs_and_readers_is_written() -> None:
     def function(*inputs: Tensor) -> Any:
         h = sum(inputs[1:], start=inputs[0])

@@ -39,6 +39,7 @@ from paredown.predict.fake.device_ops import FLASH_COLUMNS, FLASH_ROWS, round_up
 from paredown.predict.fake.fake_tensors import DeviceForms, FakeTensors
 from paredown.predict.timeline import Timeline
 from paredown.session.compiled.graph_slots import hint
+from paredown.session.compiled.kernel_order import sorted_by_last
 
 CONVOLUTIONS = ("convolution", "convolution_backward")
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
@@ -93,9 +94,13 @@ class GraphValue:
 
 
 class GraphMemory:
-    """The buffers that Inductor allocates for a graph, with the times at which they are written and read."""
+    """The buffers that Inductor allocates for a graph, with the times at which they are written and read.
 
-    def __init__(self, graph: fx.Graph, *, on_cuda: bool = False) -> None:
+    `by_last`: kernels are in the order of their last operations, as in backward graphs of sessions (kernel_order.py).
+    """
+
+    def __init__(self, graph: fx.Graph, *, on_cuda: bool = False, by_last: bool = False) -> None:
+        self._by_last = by_last
         self._transposes = on_cuda and _keeps_layout(graph)
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.buffers: list[Buffer] = []
@@ -228,7 +233,7 @@ class GraphMemory:
 
     def _schedule(self) -> None:
         """Set the times at which buffers are written and read, by the order of the kernels."""
-        order = kernel_order(self.buffers)
+        order = kernel_order(self.buffers, by_last=self._by_last)
         self.num_kernels = len(set(order.values()))
         for buffer in self.buffers:
             readers = {order[reader] for reader in buffer.readers}
@@ -408,12 +413,15 @@ def _pairs(buffers: list[Buffer]) -> Iterator[tuple[int, Buffer, Buffer]]:
             yield from ((shared.nbytes, one, two) for two in users[i + 1 :] if one.domain == two.domain and one is not two)
 
 
-def kernel_order(buffers: list[Buffer]) -> dict[Buffer, int]:
-    """Return the position of each buffer's kernel in the order in which kernels run."""
+def kernel_order(buffers: list[Buffer], *, by_last: bool = False) -> dict[Buffer, int]:
+    """Return the position of each buffer's kernel in the order in which kernels run, that of their first or last operations."""
     kernels = Kernels(buffers)
     kernels.join_all(buffers)
+    found = sorted(dict.fromkeys(kernels.of.values()), key=lambda kernel: kernel.first)
+    if by_last:
+        found = sorted_by_last({kernel: kernels.sources(kernel) for kernel in found}, {kernel: kernel.last for kernel in found})
     placed: dict[Kernel, int] = {}
-    for kernel in sorted(dict.fromkeys(kernels.of.values()), key=lambda kernel: kernel.first):
+    for kernel in found:
         stack = [kernel]
         while stack:
             missing = [source for source in kernels.sources(stack[-1]) if source not in placed]
