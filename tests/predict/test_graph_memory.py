@@ -124,7 +124,7 @@ def test_kernels_that_are_far_apart_are_joined_if_one_reads_what_the_other_write
 
 
 def test_kernels_of_packed_backward_graphs_are_in_the_order_of_their_last_operations() -> None:
-    """The sine and the last sum are one kernel, which needs the chain of products: in the order of first operations, `side` waits for it."""
+    """The sine and the last sum are one kernel, which needs a chain of products: by first operations, `side` comes after it."""
 
     def function(x: Tensor, y: Tensor) -> Any:
         h = x @ y
