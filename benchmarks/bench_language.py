@@ -2,6 +2,7 @@
 
     python benchmarks/bench_language.py predict                           # peaks, without a GPU: results/language_predictions.json
     python benchmarks/bench_language.py lora full gpt2 loss --largest     # one GPU; Liger, PEFT and bitsandbytes from the folder peers/
+    python benchmarks/bench_language.py lora-32k lora-110k lora-150k      # long texts; the last two within 24 GiB
     python benchmarks/bench_language.py full-8GiB                         # training of `full` within 8 GiB
     python benchmarks/bench_language.py lora_accuracy --data folder --states folder   # of the models that train_long.py has trained
     python benchmarks/bench_language.py --only lora:paredown,gpt2         # some rows; a job alone is all of its rows
@@ -41,8 +42,10 @@ from paredown.tables import Table
 WORKER = Path(__file__).parent / "language_worker.py"
 FILE, PREDICTIONS = "language.json", "language_predictions.json"
 WAYS = {"loss": tuple(LOSSES), **{name: tuple(way.name for way in job.ways) for name, job in JOBS.items()}, **TRAININGS}
-STEPS = ("lora", "full", "full-8GiB", "gpt2", "loss")  # jobs without seeds
-PREPARED_GIB = {"lora": 22, "full": 14, "full-8GiB": 9, "gpt2": 21, "loss": 26}  # of a process: gpt2 on average, others at most
+STEPS = ("lora", "lora-32k", "lora-110k", "lora-150k", "full", "full-8GiB", "gpt2", "loss")  # jobs without seeds
+PREPARED_GIB = {
+    "lora": 22, "lora-32k": 24, "lora-110k": 26, "lora-150k": 26, "full": 14, "full-8GiB": 9, "gpt2": 21, "loss": 26,
+}  # of a process: gpt2 on average, others at most  # fmt: skip
 LIMIT_GIB = 130  # for all processes together
 SEEDS, QUICK_SEEDS = (0, 1, 2), (0,)
 PEERS = ("liger-kernel", "peft", "bitsandbytes")
@@ -201,7 +204,7 @@ def row_of(cell: Cell, reply: Mapping[str, Any], predictions: Mapping[str, Any])
 def predict(options: argparse.Namespace) -> None:
     """Write the predicted peaks of all steps that are ours or unmodified, on any machine; --only names some, which replace theirs."""
     path = (options.out or RESULTS) / PREDICTIONS
-    names = {cell.name for cell in selected(("lora", "full", "full-8GiB", "gpt2"), options.only, ())}
+    names = {cell.name for cell in selected(STEPS[:-1], options.only, ())}
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for job in JOBS.values():
         for way in job.ways:

@@ -1,8 +1,10 @@
 """The training steps of bench_language.py: models from configs with random weights, and the ways to run them, ours and the peers'.
 
 `lora`: a Llama of 8B parameters in bfloat16, 1 x 4096 tokens, with adapters of rank 16 by PEFT, in bfloat16, on all linear layers but the
-output head, and with checkpointing by gradient_checkpointing_enable(). `full`: a Llama of 1.2B parameters in bfloat16, all of them trained,
-4 x 2048 tokens, the same checkpointing. `gpt2`: GPT-2 with 124M parameters under bf16 autocast, 16 x 1024 tokens, without checkpointing.
+output head, and with checkpointing by gradient_checkpointing_enable(). `lora-32k`, `lora-110k` and `lora-150k`: the same model and more
+tokens, checkpointed by the plan, with its layers in tiles and the inputs of layers in host memory; the longer two within 24 GiB. `full`: a
+Llama of 1.2B parameters in bfloat16, all of them trained, 4 x 2048 tokens, the same checkpointing. `gpt2`: GPT-2 with 124M parameters under
+bf16 autocast, 16 x 1024 tokens, without checkpointing.
 
 Peers replace the loss by Liger's fused linear cross entropy (`-all`: the norms, the rotary embedding and SwiGLU by Liger's kernels, too).
 QLoRA is bitsandbytes' nf4 in blocks of 64 for all linear layers but the output head, which is bfloat16, as is the embedding. On a CPU,
@@ -29,6 +31,7 @@ from paredown.optim import AdamW
 PEERS = Path(__file__).parent.parent / "peers"
 INT8, INT4, NF4 = "int8/64@bf16", "int4/64@bf16", "nf4/64@bf16"
 RANK = 16
+LAYERS = "*.layers.*"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LLAMA_8B = {
     "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -55,6 +58,8 @@ class Way:
     base: str = "bf16"  # or "nf4", "nf4-double": quantized by bitsandbytes
     is_compiled: bool = False
     offloads: bool = False  # packed inputs of checkpointed layers, to host memory
+    recomputes: bool = False  # layers by the plan, where the job has no checkpointing of its own
+    tile: int | None = None  # tokens of a piece of the sequence, of layers that the plan checkpoints
 
     @property
     def is_peer(self) -> bool:
@@ -69,6 +74,8 @@ class Way:
         for role, text in self.formats.items():
             is_coarse = role == "activation" and pare.Format.parse(text).element.width < 8
             plan = plan.set(role, text, rounding="stochastic" if is_coarse else None)
+        plan = plan.recomputing(LAYERS) if self.recomputes else plan
+        plan = plan.tiling(LAYERS, length=self.tile) if self.tile is not None else plan
         return plan.offloading() if self.offloads else plan
 
 
@@ -84,6 +91,7 @@ class Job:
     has_checkpointing: bool = True
     has_autocast: bool = False
     limit_bytes: int | None = None  # of the whole process
+    limit_steps: int = 20  # within this limit
 
     def tokens(self, *, is_quick: bool) -> tuple[int, int]:
         """Examples and tokens of each, tiny ones if the run is quick."""
@@ -131,6 +139,10 @@ LORA_WAYS = (
     Way("paredown-nf4", {**INPUTS, "frozen": NF4}),
     Way("paredown-int4", {**INPUTS, "frozen": INT4}),
 )
+LONG_WAYS = (
+    Way("paredown-nf4", {**INPUTS, "frozen": NF4}, recomputes=True),
+    Way("paredown-nf4-tiles-offload", {**INPUTS, "frozen": NF4}, recomputes=True, tile=4096, offloads=True),
+)
 FULL_WAYS = (
     Way("liger-adamw8bit", liger="loss", optimizer="adamw8bit"),
     Way("lpmm", **OURS, tier="lpmm", optimizer="paredown"),
@@ -152,6 +164,20 @@ JOBS = {
     job.name: job
     for job in (
         Job("lora", LORA_WAYS, (1, 4096), partial(llama, LLAMA_8B), has_adapters=True),
+        Job("lora-32k", LONG_WAYS, (1, 32_768), partial(llama, LLAMA_8B), has_adapters=True, has_checkpointing=False),
+        *(
+            Job(
+                f"lora-{tokens // 1024}k",
+                LONG_WAYS[1:],
+                (1, tokens),
+                partial(llama, LLAMA_8B),
+                has_adapters=True,
+                has_checkpointing=False,
+                limit_bytes=24 * 2**30,
+                limit_steps=1,
+            )
+            for tokens in (112_640, 153_600)
+        ),
         Job("full", FULL_WAYS, (4, 2048), partial(llama, LLAMA_1B)),
         Job("full-8GiB", FULL_WAYS[1:3], (4, 2048), partial(llama, LLAMA_1B), limit_bytes=8 * 2**30),
         Job("gpt2", GPT2_WAYS, (16, 1024), gpt2_124m, has_checkpointing=False, has_autocast=True),

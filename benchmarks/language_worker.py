@@ -15,6 +15,8 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,7 +28,6 @@ from language_training import TRAININGS, training_fields
 from loops import GIB
 
 WARM_UP = 3
-LIMIT_STEPS = 20  # of the run within a limit of memory
 LARGEST_BYTES, GRAIN, NUM_TRIES = 24 * GIB, 1024, 6
 WITHOUT_LIGER = "without Liger, whose kernels need a GPU"
 SLOW = "Inductor takes minutes on a CPU; name the row in --only to run it"
@@ -73,7 +74,10 @@ def step_fields(step: Step, num_steps: int, ready: Callable[[], None]) -> dict[s
 
 def limit_fields(step: Step, limit_bytes: int | None) -> dict[str, Any]:
     """Losses of the first and the last of some steps on one batch, within a limit that holds since before the model was built."""
-    losses = [float(step()) for _ in range(2 if step.is_quick else LIMIT_STEPS)]
+    losses, ends = list[float](), [time.perf_counter()]
+    for _ in range(2 if step.is_quick else step.job.limit_steps):
+        losses.append(float(step()))
+        ends.append(time.perf_counter())
     peaks = {}
     if step.device == "cuda":
         peaks = {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
@@ -84,6 +88,7 @@ def limit_fields(step: Step, limit_bytes: int | None) -> dict[str, Any]:
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "num_steps": len(losses),
+        "median_seconds": median(b - a for a, b in pairwise(ends)),
         **peaks,
     }
 

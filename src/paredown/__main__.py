@@ -1,4 +1,4 @@
-"""`python -m paredown` is `paredown`."""
+"""Runs the command `paredown` when Python is called as `python -m paredown`."""
 
 from paredown.cli import main
 

@@ -4,7 +4,7 @@
     session = apply(plan, model, mode="simulate")      # a SimulatedSession: arithmetic sees rounded values
     session = apply(plan, model, guard=Guard(trace))   # store, with a guard that changes the plan during training
 
-The file stands above both modes and above the guard, so that neither imports another.
+This module imports both modes and the guard, so that none of them needs to import another.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def apply(
     guard: Guard | None = None,
     chunked_loss: bool = CHUNKED_LOSS,
 ) -> Session | SimulatedSession:
-    """Apply `plan` to `model`, in place, and return the session that trains it. `seed` is the seed of stochastic rounding.
+    """Apply `plan` to `model` in place and return the session. `seed` is the seed of stochastic rounding.
 
     `mode`: "store" packs tensors between their uses; "simulate", or a `Simulate` with other settings, rounds the values that arithmetic
-    sees and saves no memory; "peppp" is the `Simulate` that rounds where PEPPP does.
-    `guard` changes the plan of a store session when rounding errors or gradients become too large. `chunked_loss`: the cross entropy of a
-    language model's output head is computed in chunks of rows, so that all logits never exist (docs/language_models.md); store mode only.
+    sees and saves no memory; "peppp" is the `Simulate` that rounds where the method of the paper PEPPP rounds. In store mode, `guard`
+    changes formats during training when rounding errors or gradients become too large, and `chunked_loss` computes the cross entropy of a
+    language model's output head in chunks of rows, so that the logits of all rows never exist at once (docs/language_models.md).
     """
     if isinstance(plan, nn.Module) or isinstance(model, Plan):
         raise ApplyError("apply takes the plan first, then the model: paredown.apply(plan, model).")

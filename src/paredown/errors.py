@@ -1,10 +1,10 @@
-"""The exceptions of paredown. Each is a `ParedownError`; its message names the value, the place, the limits and what to do next."""
+"""Defines paredown's exceptions, whose messages say what is wrong, where, and what to do next."""
 
 LONGEST = 2000  # characters of a message; text quoted from a file can have any length
 
 
 class ParedownError(Exception):
-    """The base class of all exceptions that paredown raises itself."""
+    """Serves as the base class of all exceptions that paredown raises itself."""
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -12,7 +12,7 @@ class ParedownError(Exception):
 
 
 class FormatError(ParedownError, ValueError):
-    """Raised for a format or an element that is misspelled or cannot exist."""
+    """Raised for a number format, or a type of element in it, that is misspelled or cannot exist."""
 
 
 class CodecError(ParedownError, ValueError):
@@ -20,11 +20,11 @@ class CodecError(ParedownError, ValueError):
 
 
 class PlanError(ParedownError, ValueError):
-    """Raised for a plan that is invalid, or a rule of it that matches no slot of the model."""
+    """Raised for a plan that is invalid, or that has a rule which matches no tensor of the model."""
 
 
 class CalibrationError(ParedownError, RuntimeError):
-    """Raised for a calibration that is missing, is of another device or version, or cannot be measured."""
+    """Raised for a calibration (measured speeds) that is missing, of another device or version, or not measurable."""
 
 
 class TraceError(ParedownError, RuntimeError):
@@ -44,7 +44,7 @@ class VerificationError(ParedownError, RuntimeError):
 
 
 class BudgetError(ParedownError, ValueError):
-    """Raised for a size that cannot be parsed or a budget that no plan fits; `smallest_bytes` is the smallest that one fits, if known."""
+    """Raised for a size that cannot be parsed or a budget that no plan fits; `smallest_bytes` is what would fit."""
 
     smallest_bytes: int | None = None
 
@@ -54,20 +54,20 @@ class OptimError(ParedownError, RuntimeError):
 
 
 class SweepError(ParedownError, ValueError):
-    """Raised for a sweep whose description is invalid, or that cannot continue."""
+    """Raised for a sweep (many trainings) whose description is invalid, or that cannot continue."""
 
 
 class StoreError(ParedownError, RuntimeError):
-    """Raised for a store of trials that cannot be opened, read or written."""
+    """Raised for a database of trials (measured trainings) that cannot be opened, read or written."""
 
 
 class ReportError(ParedownError, ValueError):
-    """Raised for a record that cannot be read, or a report page that cannot be written or served."""
+    """Raised for the JSON record of a report that cannot be read, or a report page that cannot be written or served."""
 
 
 class TaskError(ParedownError, ValueError):
-    """Raised for a task that does not exist, or whose model, data and settings are inconsistent."""
+    """Raised for a task (a model, its data and its loss) that does not exist, or whose parts are inconsistent."""
 
 
 class PriorError(ParedownError, ValueError):
-    """Raised for a prior that cannot be read or written, or a name that no prior has."""
+    """Raised for a prior (results of earlier trainings) that cannot be read or written, or whose name is unknown."""

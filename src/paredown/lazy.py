@@ -1,4 +1,4 @@
-"""Names that a package exports and loads when they are first used (PEP 562).
+"""Lets a package load the names that it exports when they are first used (PEP 562).
 
 A package keeps a table from each name to the module that defines it. `import paredown.study.tasks` then imports no module of it, and
 `from paredown.study.tasks import Task` imports one.
@@ -15,7 +15,7 @@ from typing import Any
 def loader(package: str, **modules: str) -> Callable[[str], Any]:
     """Return a `__getattr__` for `package` that imports the defining module when one of its names is first used.
 
-    Keywords list the names that each module defines: module="name name ...".
+    Each keyword is a module of the package, and its value lists the names that the module defines: module="name name ...".
     """
     home = {name: f"{package}.{module}" for module, names in modules.items() for name in names.split()}
 

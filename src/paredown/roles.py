@@ -4,10 +4,10 @@ from enum import Enum
 
 
 class Role(str, Enum):
-    """The purpose of a tensor in a training step; the value is the word that plans, traces, JSON and reports use."""
+    """Names the purpose of a tensor in a training step, by the word that plans, traces, JSON and reports use."""
 
     WEIGHT = "weight"
-    FROZEN = "frozen"  # a weight that requires no gradient: a word of plans only, its slots in traces have the role weight
+    FROZEN = "frozen"  # a weight that requires no gradient; only plans use this role, in traces such a weight has the role WEIGHT
     GRADIENT = "gradient"  # the accumulator of a parameter's gradient
     MOMENT1 = "moment1"
     MOMENT2 = "moment2"

@@ -1,4 +1,4 @@
-"""The checked JSON reader: files, versions, field names and field values, with one set of limits and one wording for all errors.
+"""Reads and writes JSON files, and checks versions, field names and values, with one wording for all errors.
 
 A JSON file can hold anything: numbers of thousands of digits, NaN, lists nested a thousand deep; its path can name a directory.
 `read_json` returns the value of a file or raises the given ParedownError, and `load_json` the object that a `from_json` makes of it;
@@ -59,14 +59,17 @@ Loaded = TypeVar("Loaded")
 
 
 class Check(NamedTuple):
-    """A test that a value in a file must pass, and the text that describes allowed values in error messages."""
+    """Holds a test that a value in a file must pass, and a text on allowed values for error messages."""
 
     holds: Callable[[Any], bool]
     expected: str
 
 
 def json_values(value: Any, of: tuple[str, str], raises: Raises) -> dict[str, Any]:
-    """Return a copy of a dict in which all values have JSON types; `of` is its name in error messages, with an example."""
+    """Return a copy of the dict `value`, written as JSON and read back; raise an error if JSON cannot hold it.
+
+    `of`: what messages call the value, and an example of an allowed value. `raises`: the class of the error.
+    """
     try:
         copied = json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -124,8 +127,10 @@ def check_fields(values: Any, checks: Mapping[str, Check], what: str, error: Rai
 def object_parts(
     value: Any, what: str, names: Collection[str], needed: Collection[str], newest: int, error: Raises, *, oldest: int = 1
 ) -> dict[str, Any]:
-    """Return the fields of a JSON object without "version"; raise `error` if the version is too new or fields are missing or
-    unknown.
+    """Return a JSON object's fields except "version"; raise `error` for a wrong version, missing or unknown fields.
+
+    `what`: what messages call the object. `names`: the fields that it may have. `needed`: those that it must have. A version in it must be
+    from `oldest` to `newest`.
 
     >>> from paredown.errors import PlanError
     >>> object_parts({"version": 1, "a": 2}, "pair", ("a", "b"), ("a",), 1, PlanError)
@@ -146,13 +151,19 @@ def object_parts(
 
 
 def read_json(path: PathText, what: str, error: Raises, *, hint: str = "", name: str = "", most_bytes: int = MOST_BYTES) -> Any:
-    """Return the value of a JSON file, or raise `error`; `hint` is for a file that is not JSON, `name` replaces the path."""
+    """Return the value of a JSON file; raise `error` if the file cannot be read or is not JSON.
+
+    `what`: what messages call the file. `hint`: advice in the message on a file that is not JSON. `name`: shown in place of the path.
+    """
     data = read_bytes(path, what, error, name=name, most_bytes=most_bytes)
     return parse_json(data, what, error, hint=hint, name=name or str(path))
 
 
 def parse_json(text: str | bytes, what: str, error: Raises, *, hint: str = "", name: str = "this text") -> Any:
-    """Parse a JSON text and return its value; raise `error`, with `name` and `hint` in the message, if the text is not JSON."""
+    """Parse a JSON text and return its value; raise `error` if the text is not JSON.
+
+    The message says that `name` is no `what`, such as "plan.json is no plan", and ends with the advice `hint`.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as reason:
@@ -169,7 +180,10 @@ def load_json(
     name: str = "",
     most_bytes: int = MOST_BYTES,
 ) -> Loaded:
-    """Read a JSON file and return `from_json` of its value; the message of every error begins with the path, or with `name`."""
+    """Read a JSON file and return `from_json` of its value; the message of every error begins with the path, or with `name`.
+
+    The other arguments are those of `read_json`.
+    """
     value = read_json(path, what, error, hint=hint, name=name, most_bytes=most_bytes)
     try:
         return from_json(value)
@@ -192,8 +206,7 @@ def save_text(path: PathText, text: str, error: Raises) -> None:
 
 @contextmanager
 def replaced_file(path: PathText, error: Raises) -> Generator[Path]:
-    """Yield the path of a temporary file in the same folder, which replaces the file `path` when the block ends without an
-    exception.
+    """Yield a path for a temporary file beside `path`, which replaces `path` if the block ends without an exception.
 
     The temporary file is flushed to the disk before it is renamed, and has the permissions of the file that it replaces. If `path`
     is a symbolic link, the file that it points to is replaced. Devices and pipes (/dev/stdout) are written directly. An OSError
@@ -221,7 +234,7 @@ def replaced_file(path: PathText, error: Raises) -> Generator[Path]:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove temporary files of killed writers, also of those on other machines, by their age."""
+    """Remove temporary files that are so old that their writers, here or on other machines, must have been killed."""
     for path in folder.glob(".*.part"):
         with suppress(OSError):  # another writer may remove it first
             if PART.fullmatch(path.name) and time.time() - path.stat().st_mtime > STALE_SECONDS:
@@ -252,7 +265,10 @@ def _advice(number: int | None, path: Path) -> str:
 
 
 def read_bytes(path: PathText, what: str, error: Raises, *, name: str = "", most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a file; raise `error` if it is missing, a directory, unreadable or larger than `most_bytes`."""
+    """Return the bytes of a file; raise `error` if it is missing, a directory, unreadable or larger than `most_bytes`.
+
+    `what`: what messages call the file. `name`: shown in place of the path.
+    """
     try:
         size = Path(path).stat().st_size
         data = Path(path).read_bytes() if size <= most_bytes else b""
@@ -300,7 +316,10 @@ class _Refused(Exception):
 
 
 def read_dataclass(kind: Any, value: Any, where: str, error: Raises = ReportError) -> Any:
-    """Return a JSON value converted to the type `kind`, such as a dataclass; `error` has the path of the first wrong value."""
+    """Return a JSON value converted to the type `kind`; raise `error` with the path of the first wrong value.
+
+    `where`: the start of that path, such as the name of the whole value.
+    """
     try:
         return _read_object(kind, value, where) if is_dataclass(kind) else _reader(kind)(value, where)
     except _Refused as reason:
@@ -308,7 +327,10 @@ def read_dataclass(kind: Any, value: Any, where: str, error: Raises = ReportErro
 
 
 def read_versioned(kind: Any, value: Any, what: str, version: int, error: Raises, *, oldest: int = 1) -> Any:
-    """Return the dataclass whose JSON is `value`, an object of a version from `oldest` to `version`; errors call the object `what`."""
+    """Return an instance of the dataclass `kind`, made from the JSON object `value`; raise `error` if a field is wrong.
+
+    The object's version must be from `oldest` to `version`. `what`: what messages call the object.
+    """
     needed = {"version", *(row.name for row in fields(kind) if row.default is MISSING and row.default_factory is MISSING)}
     parts = object_parts(value, what, [row.name for row in fields(kind)], needed, version, error, oldest=oldest)
     return read_dataclass(kind, parts, what, error)

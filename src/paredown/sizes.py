@@ -59,7 +59,7 @@ def _parse_text(text: str, whole: int | None) -> int:
 
 
 def _hint(number: str, unit: str) -> str:
-    """Return advice for a unit without B, which can mean two units: "8G" is 8GiB or 8GB."""
+    """Return advice for the ambiguous unit of a size such as "8G", which may be 8GiB or 8GB; "" for other units."""
     prefix = unit[:1].upper()
     return f": write {number}{prefix}iB or {number}{prefix}B" if prefix and prefix in PREFIXES else ""
 
@@ -86,7 +86,7 @@ def say_bytes(count: int) -> str:
 
 
 def say_bytes_above(count: int) -> str:
-    """Return the text of at least `count` bytes: as `say_bytes`, but rounded up, for use as a budget.
+    """Return `count` bytes as text like `say_bytes`, but rounded up, so that a budget of this text is large enough.
 
     >>> say_bytes_above(1025), say_bytes_above(5 * 2**30), say_bytes_above(2**20 - 1), say_bytes_above(7)
     ('1.01 KiB', '5.00 GiB', '1.00 MiB', '7 B')
@@ -101,7 +101,7 @@ def say_bytes_above(count: int) -> str:
 def say_bytes_twice(count: int) -> str:
     """Return the text of `count` bytes in binary units, as torch prints them, and in decimal units, as makers of GPUs do.
 
-    If both read alike, the text has one of them.
+    Below 1 KiB, where both are equal, the text has the size once.
 
     >>> say_bytes_twice(24 * 10**9), say_bytes_twice(8 * 2**20), say_bytes_twice(100)
     ('22.35 GiB (24.00 GB)', '8.00 MiB (8.39 MB)', '100 B')
@@ -117,7 +117,7 @@ DURATION = re.compile(r"\s*(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?P<unit>s|
 
 
 def parse_seconds(duration: str) -> float:
-    """Return the number of seconds that a duration says, with or without a unit.
+    """Return the seconds of a duration such as "1.5 min"; a number without a unit is in seconds.
 
     >>> parse_seconds("60s"), parse_seconds("1.5 min"), parse_seconds("2h"), parse_seconds("30")
     (60.0, 90.0, 7200.0, 30.0)

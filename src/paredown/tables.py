@@ -1,7 +1,7 @@
-"""The one table printer: aligned columns of text for a terminal, an HTML table for a notebook.
+"""Prints tables: aligned columns of text in a terminal, an HTML table in a notebook.
 
-`Table` prints column names and rows of text; `TableRows` is a tuple of records (dataclasses) that prints as such a table, which
-`session.changes`, `session.actions` and explanations of plans are.
+`Table` prints column names and rows of text. `TableRows` is a tuple of records (dataclasses) that prints as such a table;
+`session.changes`, `session.actions` and explanations of plans are of this kind.
 
 >>> print(Table(("plan", "peak"), [("baseline", "1.25 MiB"), ("lpmm", "612 KiB")], right={1}))
 plan          peak
@@ -21,7 +21,7 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text with named columns; `right` has the indices of the columns that are aligned right, such as numbers."""
+    """Prints rows of text in named columns; `right` has the indices of columns that are aligned right."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -43,7 +43,7 @@ class Table:
         return "\n".join(self.lines())
 
     def to_html(self, caption: str = "") -> str:
-        """Return the same rows as an HTML table."""
+        """Return the table as HTML, with `caption` above it."""
         head, *body = [[escape(cell) for cell in row] for row in (self.columns, *self.rows)]
         rows = "".join(f"<tr>{''.join(f'<td>{cell}' for cell in row)}</tr>" for row in body)
         above = f"<caption>{escape(caption)}</caption>" if caption else ""
@@ -51,7 +51,7 @@ class Table:
 
 
 class TableRows(tuple[Record, ...]):
-    """A tuple of records that prints as a table.
+    """Holds records in a tuple, and prints as a table of them.
 
     A subclass declares the names of its columns, and the text that is printed if there are no rows.
     """
@@ -65,7 +65,7 @@ class TableRows(tuple[Record, ...]):
         return super().__new__(cls, rows)
 
     def cells(self, row: Any) -> tuple[str, ...]:
-        """Return the texts of one row, one per column; by default these are the fields of a dataclass."""
+        """Return the text in each column for the record `row`; by default the columns are the fields of a dataclass."""
         return tuple(map(str, astuple(row)))
 
     def _table(self) -> Table:

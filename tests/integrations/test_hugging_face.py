@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 import paredown as pare
-from paredown.errors import ApplyError, BudgetError, OptimError, VerificationError
+from paredown.errors import ApplyError, BudgetError, OptimError, PlanError, VerificationError
 from paredown.session.eager.stored_tensors import StoredValues
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed, which Trainer needs")
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 
+from paredown.integrations import trainer_step  # noqa: E402
 from paredown.integrations.hugging_face import TrainerPlanCallback, attach, optimizer_of  # noqa: E402
 from paredown.models.lora import add_lora  # noqa: E402
 
@@ -425,6 +426,20 @@ def test_a_plan_within_a_budget_has_the_batch_of_the_trainer(options: dict[str, 
     assert "runs as paredown.optim.AdamW" in callback.optimizer
     trainer.train()
     assert trainer.state.global_step == 1
+
+
+def test_a_plan_within_a_budget_may_use_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`assign` decides what is stored there, and refuses a host budget on a CPU."""
+    trainer, given = trainer_in(tmp_path, max_steps=1), list[Any]()
+    with pytest.raises(ApplyError, match="host_budget is for the plan of a budget"):
+        attach(trainer, pare.Plan(), host_budget="1GiB")
+    with pytest.raises(PlanError, match="host_budget is for eager steps on a GPU"):
+        attach(trainer, budget="60%", host_budget="1GiB")
+    plan = pare.Plan.preset("activations8").offloading("transformer.h.0*")
+    monkeypatch.setattr(trainer_step, "assign", lambda *_, **options: given.append(options["host_budget"]) or plan)
+    callback = attach(trainer, budget="60%", host_budget="1GiB")
+    assert given == ["1GiB"] and callback.plan.offload == plan.offload
+    callback.close()
 
 
 def padded() -> Any:

@@ -6,6 +6,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+from torch import nn
+from torch._inductor import memory
+
+import paredown as pare
 from paredown.session.compiled.kernel_order import ByLastOperation, by_last_operation
 
 
@@ -41,3 +47,23 @@ def test_a_cycle_leaves_the_order() -> None:
 
 def test_the_pass_has_one_identity() -> None:
     assert ByLastOperation().uuid() == ByLastOperation().uuid()
+
+
+def test_inductor_does_not_replace_the_order_of_packed_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its estimate of the peak counts values that fused kernels never write: it takes worse orders than the one of the pass."""
+    compared: list[bool] = []  # for each graph, whether it is backward
+    reference = memory.reorder_for_peak_memory
+
+    def counted(*args: Any, **options: Any) -> Any:
+        compared.append(torch._inductor.virtualized.V.graph.is_backward)
+        return reference(*args, **options)
+
+    monkeypatch.setattr(memory, "reorder_for_peak_memory", counted)
+    torch.compiler.reset()
+    net, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(128, 32)
+    with pare.apply(pare.Plan.uniform(activation="int8/64@bf16"), net) as session:
+        session.compile()(x).square().sum().backward()
+    assert compared == []
+    torch.compiler.reset()
+    torch.compile(net)(x).square().sum().backward()
+    assert compared == [False, True]

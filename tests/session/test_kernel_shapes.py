@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -54,3 +56,19 @@ def test_compiled_products_call_the_kernels_that_quantize_columns() -> None:
     assert "ops.paredown.quantize_columns" not in text and "ops.paredown.transposed_codes" not in text
     assert net.weight.grad is not None
     assert float((net.weight.grad - expected).norm() / expected.norm()) < 0.005
+
+
+def test_compiled_products_write_their_ones_once() -> None:
+    """Backward reads scales of one for the second operand of every product: a buffer that one kernel of the graph writes."""
+    torch.compiler.reset()
+    layers = [nn.Linear(256, 256, bias=False) for _ in range(4)]
+    net, x = nn.Sequential(*layers).cuda().bfloat16(), torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16)
+    plan = pare.Plan.uniform(activation="int8/64@bf16")
+    for i in range(4):
+        plan = plan.set(f"product={i}", "e4m3fn")
+    with pare.apply(plan, net) as session:
+        compiled = session.compile()
+        _, code = run_and_get_code(lambda: compiled(x).square().sum().backward())
+    launches = [line for line in code[-1].splitlines() if ".run(" in line and "row_product" in line]
+    filled = [line for line in launches if re.search(r"\.run\(buf\d+, 256, stream", line)]
+    assert len(filled) <= 1

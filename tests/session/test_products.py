@@ -374,13 +374,13 @@ def test_kernels_transpose_the_codes_of_inputs_in_backward(quick: None, monkeypa
     """As on a GPU, where Inductor would fuse the transposes into reductions; here the operation is the reference."""
     calls: list[int] = []
     found: list[list[Tensor]] = []
-    reference = graph_products.call_transposes
+    reference = graph_products.finish_products
 
     def counted(backward: Any) -> None:
         reference(backward)
         calls.append(sum("transposed_codes" in str(node.target) for node in backward.graph.nodes))
 
-    monkeypatch.setattr(graph_packing, "call_transposes", counted)
+    monkeypatch.setattr(graph_packing, "finish_products", counted)
     monkeypatch.setattr(graph_products.backend, "find_kernels", lambda: graph_products)
     for devices in ((), ("cpu",)):
         monkeypatch.setattr(graph_products, "DEVICES", devices)
@@ -389,3 +389,19 @@ def test_kernels_transpose_the_codes_of_inputs_in_backward(quick: None, monkeypa
             found.append(words_step(session.compile(), net))
     assert_same(*found)
     assert calls == [0, 8]  # of each layer: the input of q, k and v, that of out, of gate and up, of down
+
+
+def test_products_of_a_graph_read_the_same_ones() -> None:
+    """They stand for the scales of the second operand; without a node of their own Inductor writes them for each product."""
+    graph = torch.fx.Graph()
+    a, b, scales = (graph.placeholder(name) for name in ("a", "b", "scales"))
+    ones = graph.call_function(torch.ops.aten.full.default, ([1, 32], 1.0))
+    product = torch.ops.aten._scaled_mm.default
+    found = [graph.call_function(product, (a, b, scales, ones)) for _ in range(3)]
+    other = graph.call_function(torch.ops.aten.neg.default, (ones,))
+    graph.output((*found, other))
+    graph_products.share_ones(graph)
+    graph.lint()
+    (shared,) = graph.find_nodes(op="call_function", target=torch.ops.paredown.in_memory.default)
+    assert [node.args[3] for node in found] == [shared] * 3 and shared.args == (ones,) and other.args == (ones,)
+    assert torch.equal(torch.ops.paredown.in_memory(torch.ones(2)), torch.ones(2))

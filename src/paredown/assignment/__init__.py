@@ -1,1 +1,1 @@
-"""A choice for every slot under a byte budget: keep, pack or recompute. Arithmetic alone; no model runs here."""
+"""Decides for every slot (tensor of a step) under a byte budget: unmodified, packed or recomputed. No model runs here, it is arithmetic."""

@@ -1,4 +1,4 @@
-"""`assign`: a format for every slot of a step, so that its predicted peak is within a budget at the least predicted gradient error.
+"""`assign` finds a format for every slot (tensor of a step): the predicted peak is within a budget, at the least predicted gradient error.
 
     plan = assign(trace, "6GiB")                                              # errors by the role table
     plan = assign(trace, "6GiB", method="sensitivity", sensitivities=probe(model, batch, trace))
@@ -78,7 +78,7 @@ from paredown.sizes import parse_bytes, say_bytes, say_bytes_above, say_bytes_tw
 __all__ = ["assign"]
 
 
-NUM_NAMED_SLOTS = 3  # in an error
+NUM_NAMED_SLOTS = 3  # slots that an error message names
 LARGEST_MARGIN = 8  # a margin is at most one part in this many of the budget; 45 MiB of 370 was the most seen (decision 034)
 INCLUDED, NOT_ALLOWED = "Activation checkpointing is included.", "Activation checkpointing was not allowed."
 OF_TENSORS = "Recomputing single tensors is included.", "Recomputing single tensors was not allowed."
@@ -100,26 +100,29 @@ def assign(
     calibration: Calibration | None = None,
     host_budget: int | str | None = None,
 ) -> Plan:
-    """Return the plan of least predicted gradient error whose predicted peak is within `budget`: bytes, "6GiB", or "50%".
+    """Return the plan of least predicted gradient error whose predicted peak is within `budget`.
 
-    A percentage is of the baseline's peak. A plan fits if `footprint(trace, plan).peak_bytes` is within the budget, as for
-    `Footprint.fits`. On CUDA it keeps a margin below the budget for what is not predicted, which its reason states: `Footprint.bound_bytes`
-    is within the budget too, unless that margin would be more than an eighth of the budget, or no plan had it.
+    `budget` is bytes, "6GiB", or "50%" of the baseline's peak. A plan fits if `footprint(trace, plan).peak_bytes` is within the budget, as
+    for `Footprint.fits`. On CUDA the plan also keeps a margin below the budget for memory that is not predicted (`Footprint.bound_bytes` is
+    within the budget too), and its reason states the margin. It keeps less if the margin would be more than an eighth of the budget, or if
+    only plans without the margin fit.
 
-    `method`: a row of METHODS. `sensitivities`: the result of `probe`, for method "sensitivity". `levels`: the formats of activations, the
-    best first (None: unmodified), for comparisons; then parameters are unmodified. `seed`: of method "random". `recompute`: whether
-    repeated layers may be checkpointed (activation checkpointing), or single tensors of a compiled step recomputed, which costs time: None
-    where formats would be slower or their errors large, True where their errors would be large, False never
+    `method` is the name of a row of METHODS. `sensitivities`, the result of `probe`, are needed for method "sensitivity" only. `levels`
+    lists the formats that activations may have, the most precise first, with None for unmodified; then weights, gradients and optimizer
+    state stay unmodified, so that methods can be compared. `seed` is the seed of method "random".
+
+    `recompute` says when repeated layers may be checkpointed (activation checkpointing), or single tensors of a compiled step recomputed,
+    which costs time: None if formats would be slower or their errors large, True if their errors would be large, False never
     (assignment/checkpointed_layers.py). With `levels`, and for methods that only serve comparisons, None means: only if nothing else fits.
-    Where no plan fits, layers run in tiles too (assignment/tiled_layers.py), but not with `recompute` False, with `prefer`, or in these
-    comparisons.
+    If no plan fits, layers run over pieces of the sequence too (tiles, assignment/tiled_layers.py), but not with `recompute` False, with
+    `prefer`, or in these comparisons.
 
-    `prefer`: "accuracy" for the least error, with checkpointed layers only if nothing else fits; "speed" for the least predicted step
-    time among plans whose predicted error is at most `error_allowance` (None: 1.1 times that of "accuracy"), by `calibration` (None: that
-    of `paredown calibrate`, or of one H200 where nothing was measured; the plan's reason says which).
+    `prefer` is "accuracy" for the least error, with checkpointed layers only if nothing else fits, or "speed" for the least predicted step
+    time among plans whose predicted error is at most `error_allowance` (None: 1.1 times that of "accuracy"). Times follow from
+    `calibration` (None: that of `paredown calibrate`, or of one H200 if nothing was measured; the plan's reason says which).
 
-    `host_budget`: the bytes of host memory that packed activations may take between forward and backward, on a GPU; None for none. They are
-    moved there where that costs less predicted time than fewer bits or recomputation (assignment/offloaded_layers.py).
+    `host_budget` is the bytes of host memory that packed activations may take between forward and backward, on a GPU; None for none. They
+    are moved there if that costs less predicted time than fewer bits or recomputation (assignment/offloaded_layers.py).
     """
     recompute = _checked_recompute(trace, recompute)
     host = HostBudget.of(trace, host_budget, calibration)
@@ -172,7 +175,11 @@ def assign(
 
 
 def _attempts(trace: Trace, planning: Planning, *, may_tile: bool) -> Iterator[tuple[Trace, Tiles, Planning]]:
-    """Yield (trace, rules for tiles, settings) for the searches to try until a plan fits: with a margin, without, with layers in tiles."""
+    """Yield the searches for a plan that `assign` tries one after the other until one finds a plan.
+
+    Each is (trace, modules that run over pieces of the sequence, budget and margin). The first keeps a margin for unpredicted memory, the
+    second keeps none; if `may_tile`, further ones run modules over shorter and shorter pieces.
+    """
     yield trace, (), planning
     if planning.has_margin:
         yield trace, (), Planning(planning.budget_bytes, planning.budget_bytes, keeps_margin=False)
@@ -182,9 +189,10 @@ def _attempts(trace: Trace, planning: Planning, *, may_tile: bool) -> Iterator[t
 
 @dataclass(frozen=True)
 class Planning:
-    """The settings of a search: its budget, and the bytes (`within_bytes`) that a plan's peak must be within.
+    """A budget in bytes, and how much of it `assign` keeps free for memory that is not predicted.
 
-    `keeps_margin`: that peak is `Footprint.bound_bytes`, with a margin for unpredicted memory; otherwise `peak_bytes`.
+    With `keeps_margin`, a plan is found if its `Footprint.bound_bytes`, which includes that margin, is at most `within_bytes`; otherwise if
+    its `Footprint.peak_bytes` is.
     """
 
     budget_bytes: int
@@ -193,23 +201,23 @@ class Planning:
 
     @staticmethod
     def of(baseline: Footprint, budget_bytes: int) -> Planning:
-        """Return the settings of a search that keeps a margin of at most an eighth of the budget for memory that is not predicted."""
+        """Return the limits for a search within `budget_bytes` that keeps at most an eighth free as a margin."""
         most = budget_bytes // LARGEST_MARGIN
         is_small = baseline.bound_bytes - baseline.peak_bytes <= most
         return Planning(budget_bytes, budget_bytes if is_small else budget_bytes - most, is_small)
 
     @property
     def has_margin(self) -> bool:
-        """Whether a part of the budget is kept free for memory that is not predicted."""
+        """Return whether a part of the budget is kept free for memory that is not predicted."""
         return self.keeps_margin or self.within_bytes < self.budget_bytes
 
     @property
     def size_of(self) -> Callable[[Trace, Plan], int]:
-        """The function that computes the bytes of a plan for a trace, to be compared with `within_bytes`."""
+        """Return the function (trace, plan) -> predicted peak bytes that must be at most `within_bytes`."""
         return bound_of if self.keeps_margin else peak_of
 
     def has(self, planned: Footprint) -> bool:
-        """Return whether the footprint of a plan is within the budget, including the margin for memory that is not predicted."""
+        """Return whether the predicted peak of `planned`, with the margin if one is kept, is at most `within_bytes`."""
         return (planned.bound_bytes if self.keeps_margin else planned.peak_bytes) <= self.within_bytes
 
 
@@ -222,9 +230,11 @@ def _planned(
     recompute: bool | None,
     ladder: Ladder | None,
 ) -> Plan:
-    """Return the plan that `assign` finds: the quickest, if that is preferred, else the one of least predicted error.
+    """Return the plan that `assign` finds in one search.
 
-    `ladder`: the formats of the argument `levels`, None without.
+    With a `preference` it decides; otherwise the plan is the quickest of those with a small error, or if there is none, that of least
+    error. `how` has the budget, `problem_of` sets up the search for plans of a trace, and `plan_of` turns a solution (formats and
+    checkpointed layers) into a plan. `ladder` has the formats of the argument `levels` of `assign`, or is None.
     """
     if preference is not None:
         return _preferred(trace, how, problem_of, plan_of, preference, recompute)
@@ -244,7 +254,7 @@ def _preferred(
     preference: Preference,
     recompute: bool | None,
 ) -> Plan:
-    """Return the plan for `preference`; for "speed", the plan's reason states the predicted time."""
+    """Return the plan for `assign(..., prefer=...)`; with "speed", the plan's reason states the predicted step time."""
     is_speed, has_layers = preference.prefer == "speed", recompute is not False and not trace.is_compiled
     exact = list(exact_solutions(trace, how.budget_bytes, problem_of)) if is_speed and has_layers else []
     try:
@@ -273,9 +283,10 @@ def _problems(
     *,
     keeps_margin: bool,
 ) -> Callable[..., AssignmentProblem]:
-    """Return a function that sets up the search for plans of a trace.
+    """Return a function (trace, formats of activations) -> the search for plans of that trace by `strategy`.
 
-    The formats of activations are those of `ladder`, or of the function's second argument. `offload`: slots in host memory, if packed.
+    The formats are those of `ladder` unless the function gets others. `offload` names the saved tensors whose packed values are in host
+    memory between forward and backward.
     """
     known: dict[Ladder | None, KnownItems] = {}
 
@@ -289,7 +300,6 @@ def _problems(
 
 
 def _checked_recompute(trace: object, recompute: bool | None) -> bool | None:
-    """Return `recompute`; raise PlanError if it, or the trace, is of another type."""
     if not isinstance(trace, Trace):
         raise PlanError(f"assign takes a Trace and a budget, not {type(trace).__name__}: assign(trace_step(model, batch), '6GiB').")
     if recompute not in (None, True, False):
@@ -303,9 +313,9 @@ def _checked_recompute(trace: object, recompute: bool | None) -> bool | None:
 def _solve(
     trace: Trace, budget_bytes: int, problem_of: Callable[[Trace], AssignmentProblem], tolerated: float, recompute: bool | None
 ) -> Solution:
-    """Return the choice of formats and checkpointed layers of least error within the budget; raise BudgetError if none fits.
+    """Return the formats and checkpointed layers of least error within the budget; raise BudgetError if none fit.
 
-    If `recompute` is True, layers are checkpointed also where the error would be above `tolerated`.
+    If `recompute` is True, layers are also checkpointed where the predicted error without that would be above `tolerated`.
     """
     problem = problem_of(trace)
     best = problem.best(budget_bytes)
@@ -324,10 +334,11 @@ def _solve(
 
 
 def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: dict[str, Any], kept: Plan) -> Plan:
-    """Return the plan that follows from a solution of the search; raise BudgetError if its footprint exceeds the budget.
+    """Return the plan for the formats and layers in `solution`; raise BudgetError if its footprint is over budget.
 
-    It also keeps the margin for memory that is not predicted, unless the plan quantizes nothing (assignment/speed.py). `kept` has the rules
-    for layers in tiles, and the slots to offload, of which those are left out that are not packed.
+    The footprint also includes the margin for memory that is not predicted, unless the plan quantizes nothing (assignment/speed.py). `kept`
+    is a plan whose modules that run over pieces of the sequence, and whose offloaded tensors, are kept; tensors that are not packed are
+    dropped from the offloaded ones.
     """
     problem, point, layers = solution
     is_exact = problem.ladder == UNMODIFIED
@@ -345,10 +356,11 @@ def _checked_plan(trace: Trace, solution: Solution, *, how: Planning, made_for: 
 
 
 def _rule_variants(problem: AssignmentProblem, point: AssignmentPoint, *, needs_activations: bool) -> Iterator[Rules]:
-    """Yield lists of rules, the shortest first, that give slots the formats of `point`; the first whose plan fits is used.
+    """Yield lists of rules that give each slot (saved tensor or parameter) its format in `point`, the shortest first.
 
-    Rules without one for activations come first, since a session then needs no hooks. `needs_activations`: the plan recomputes tensors of a
-    compiled step, for which it has a rule for activations.
+    The caller uses the first list whose plan fits the budget. A list without a rule for activations comes first if no activation gets a
+    format, since a session then needs no hooks, unless `needs_activations`: the plan recomputes tensors of a compiled step, which needs
+    such a rule.
     """
     formats = problem.formats(point)
     short, long = (rules_of(problem.trace, formats, is_short=is_short) for is_short in (True, False))
@@ -374,9 +386,9 @@ def _made_for(trace: Trace, method: str, budget_bytes: int) -> dict[str, Any]:
 def _reason(
     problem: AssignmentProblem, point: AssignmentPoint, layers: tuple[str, ...], budget_bytes: int, planned: Footprint
 ) -> str:
-    """Return the sentence that explains a plan: which slots have fewer bits, and the budget, the predicted peak and the margin.
+    """Return the plan's `reason`: which tensors get fewer bits, the budget, the predicted peak, margin and error.
 
-    `point`: the choice of formats. `layers`: the checkpointed layers. `planned`: the plan's footprint.
+    `point` is the chosen format of each tensor, `layers` are the checkpointed layers, and `planned` is the plan's footprint.
     """
     formats = problem.formats(point)
     quantized = [slot for slot in problem.trace.activations if formats.get((slot.name, Role.ACTIVATION)) is not None]
@@ -391,7 +403,6 @@ def _reason(
 
 
 def _margin(planned: Footprint, budget_bytes: int) -> str:
-    """Return a note on how much of the budget the plan keeps free for memory that is not predicted; "" if nothing."""
     margin, left = planned.bound_bytes - planned.peak_bytes, budget_bytes - planned.peak_bytes
     instead = f"{say_bytes(left)} instead of " if left < margin else ""
     return f" (with a margin of {instead}{say_bytes(margin)} for the allocator and libraries)" if margin else ""
@@ -420,7 +431,7 @@ def _parameters(problem: AssignmentProblem, formats: Formats) -> str:
 
 @dataclass(frozen=True)
 class PlanTemplate:
-    """A budget and a method from which `assign` makes a plan for any trace; its text reads "assign 50% role"."""
+    """A budget and a method of `assign`, such as "assign 50% role", from which a plan is made for each traced step."""
 
     budget: str
     method: str = "role"
@@ -430,7 +441,7 @@ class PlanTemplate:
 
     @staticmethod
     def parse(text: str) -> PlanTemplate:
-        """Return the template that a text such as "assign 50% role" names."""
+        """Return the template for a text such as "assign 50% role"; raise PlanError for any other text."""
         parts = text.split()
         if len(parts) != 3 or parts[0] != "assign":
             raise PlanError(f"template {text!r} cannot be read; it is 'assign BUDGET METHOD', such as 'assign 40% role'.")
@@ -440,7 +451,7 @@ class PlanTemplate:
         return f"assign {self.budget} {self.method}"
 
     def make(self, trace: Trace) -> Plan:
-        """Return the plan that `assign` finds for a step with this template's budget and method."""
+        """Return the plan that `assign` finds for the step of `trace` with this template's budget and method."""
         plan = assign(trace, self.budget, method=self.method)
         return replace(plan, made_for={**plan.made_for, TEMPLATE_FIELD: str(self)})
 
@@ -449,10 +460,10 @@ OnInfeasible = Callable[[PlanTemplate, BudgetError], object]
 
 
 def make_plans(templates: Iterable[PlanTemplate], trace: Trace, *, on_infeasible: OnInfeasible | None = None) -> list[Plan]:
-    """Return the plans that templates (`assign` with a budget) make for one step.
+    """Return the plans that `templates` (a budget and a method of `assign` each) make for the step of `trace`.
 
-    If templates give equal plans, one is returned, with all of them in `made_for`. `on_infeasible` is called for each template
-    whose budget no plan fits; without it, the first such template raises its BudgetError.
+    Templates that make equal plans share one plan, which names all of them in `made_for`. `on_infeasible` is called for each template whose
+    budget no plan fits; without it, the first such template raises its BudgetError.
     """
     plans: dict[object, Plan] = {}
     for template in templates:
@@ -469,7 +480,7 @@ def make_plans(templates: Iterable[PlanTemplate], trace: Trace, *, on_infeasible
 
 
 def templates_of(plan: Plan) -> list[str]:
-    """Return the texts of the templates (`assign` with a budget) that gave this plan."""
+    """Return the templates, as texts such as "assign 50% role", from which this plan was made."""
     texts = plan.made_for.get(TEMPLATE_FIELD, "")
     return texts.split(SEPARATOR) if isinstance(texts, str) and texts else []
 
@@ -478,9 +489,9 @@ def templates_of(plan: Plan) -> list[str]:
 
 
 def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_layers: bool) -> str:
-    """Return the message of a BudgetError: which tensors need the memory, and what the user can change.
+    """Return the BudgetError's message if no plan fits: the largest tensors, and what the user can change.
 
-    `has_layers`: activation checkpointing was allowed too.
+    `has_layers` says whether activation checkpointing was allowed in the search.
     """
     smallest = problem.smallest
     ledger = problem.ledger
@@ -504,7 +515,7 @@ def explain_infeasible(problem: AssignmentProblem, budget_bytes: int, *, has_lay
 
 
 def _why(item: Item, nbytes: int) -> str:
-    """Return why slots that are stored together cannot take fewer bytes than the `nbytes` that they have at the peak."""
+    """Return why the tensors of `item` still take `nbytes` bytes at the peak, such as "in its lowest format"."""
     slot = item.slots[0]
     if slot.role is Role.WEIGHT:
         return slot.stays or ("frozen" if slot.is_frozen else "a parameter with its gradient and optimizer state")
@@ -522,7 +533,7 @@ def _rest(trace: Trace, tick: int) -> dict[str, int]:
 
 
 def _without_pins(problem: AssignmentProblem, budget_bytes: int) -> str:
-    """Return a sentence if a plan would fit the budget without pins, which keep slots at a minimum precision; else ""."""
+    """Return a sentence that says so if a plan would fit without pins (lower bounds on precision); else ""."""
     pinned = [slot for slot in problem.trace.activations if slot.pin is not None and not slot.stays]
     if not pinned:
         return ""
@@ -543,7 +554,7 @@ def _unpinned(slot: Slot) -> Slot:
 
 
 def _other_method(problem: AssignmentProblem, budget_bytes: int) -> str:
-    """Return a sentence that recommends method="role" if that has a plan within the budget; else ""."""
+    """Return a sentence that recommends method="role" if it finds a plan within the budget; else ""."""
     if problem.method.order is None and not problem.method.keeps_residue:
         return ""
     peak = AssignmentProblem.of(problem.trace, METHODS["role"], ladder=problem.ladder, keeps_margin=False).smallest.peak_bytes

@@ -1,4 +1,4 @@
-"""What `assign` computes of a trace before it knows the budget: items, their ledger, and the points (peak, error) to choose from.
+"""`AssignmentProblem` is what `assign` computes before it knows the budget: items, their ledger, and points (peak, error) to choose from.
 
 `rules_of` writes the formats of a point as short rules that are readable and hold for other batch sizes. A role has one rule if its
 slots agree, patterns match layers that agree, and names match the rest:
@@ -58,7 +58,7 @@ SUPPORTED_OPTIMIZERS = frozenset({"sgd", "sgdm", "adamw", "lion", "muon", "SGD",
 
 @dataclass(frozen=True, eq=False)
 class AssignmentProblem:
-    """The search for plans of one trace by one method: the formats that each tensor may have, with their bytes and errors."""
+    """What `assign` needs to choose formats for `trace` by one method, within any budget: bytes and errors of each."""
 
     trace: Trace
     method: AssignMethod
@@ -77,11 +77,12 @@ class AssignmentProblem:
         known: KnownItems | None = None,
         keeps_margin: bool = True,
     ) -> AssignmentProblem:
-        """Return the search for plans of a trace by `method`, ready for any budget.
+        """Return the search for plans of `trace` by `method`, from which `best` selects for any budget.
 
-        `sensitivities`: measured gradient errors of slots. `ladder`: the formats of activations, the most precise first; then parameters
-        are unmodified. `known`: items of problems with the same arguments, of traces that share slots with this one. `keeps_margin`: peaks
-        are `bound_bytes` of footprints, otherwise `peak_bytes`.
+        `sensitivities` are measured gradient errors of saved tensors (None: the role table predicts them). `ladder` lists the formats that
+        activations may have, the most precise first; with it, parameters stay unmodified. `known` caches storage options of tensors for
+        other traces that share them; it must have been filled with the same other arguments. With `keeps_margin`, peaks are
+        `Footprint.bound_bytes`, otherwise `peak_bytes`.
         """
         formats = LADDER if ladder is None else ladder
         error_of = role_table_error if sensitivities is None else measured_error(trace, sensitivities, formats)
@@ -96,21 +97,21 @@ class AssignmentProblem:
 
     @cached_property
     def points(self) -> list[AssignmentPoint]:
-        """The choices of formats that the method finds, each with its predicted peak and error; a budget selects one of them."""
+        """Return the candidates that the method finds: a format for each tensor, with the step's peak and error."""
         return self.method.points(self.ledger, self.seed)
 
     def best(self, budget_bytes: int) -> AssignmentPoint | None:
-        """Return the choice of formats with the least predicted error whose peak is within the budget; None if there is none."""
+        """Return the candidate of least predicted error whose peak is within the budget; None if there is none."""
         return best_within(self.points, budget_bytes) if self.ledger.floor_bytes <= budget_bytes else None
 
     def formats(self, point: AssignmentPoint) -> Formats:
-        """Return the format of each slot under a choice that the method found; None means unmodified."""
+        """Return the format that `point` gives to each (tensor name, role); None means unmodified."""
         rows = [option for item in self.ledger.items for option in item.options]
         return {key: format for row in point.chosen for key, format in rows[row].formats}
 
     @property
     def smallest(self) -> AssignmentPoint:
-        """The choice of formats with the lowest peak, whatever its error."""
+        """Return the candidate with the lowest peak, whatever its error."""
         return min(self.points, key=lambda point: (point.peak_bytes, point.error))
 
 
@@ -118,7 +119,7 @@ class AssignmentProblem:
 
 
 def method_named(name: str) -> AssignMethod:
-    """Return the method of `assign` with this name, a row of METHODS."""
+    """Return the row of METHODS with this name; raise PlanError for other names."""
     if name not in METHODS:
         rows = "; ".join(f"{row.name} ({row.note})" for row in METHODS.values())
         raise PlanError(f"method {name!r} is unknown. Allowed: {rows}.")
@@ -126,7 +127,7 @@ def method_named(name: str) -> AssignMethod:
 
 
 def ladder_of(levels: Sequence[str | Format | None]) -> Ladder:
-    """Return the formats in `levels`, which are texts or formats, the most precise first; raise PlanError for another order."""
+    """Return the formats in `levels`; raise PlanError unless they go from the most to the least precise."""
     if isinstance(levels, str) or not isinstance(levels, Sequence) or not levels:
         raise PlanError(f"levels are formats, the best first, such as ('int8/64@bf16', 'int2/64@bf16'), not {levels!r}.")
     ladder = tuple(Assignment.parse(level).format for level in levels)
@@ -145,7 +146,7 @@ def ladder_of(levels: Sequence[str | Format | None]) -> Ladder:
 
 
 def check_sensitivities(trace: Trace, method: AssignMethod, sensitivities: Sensitivities | None) -> None:
-    """Raise PlanError if `sensitivities` are of another model, are missing though the method needs them, or are given needlessly."""
+    """Raise PlanError if `sensitivities` are missing though `method` needs them, not needed, or of another model."""
     if sensitivities is None:
         if method.needs_sensitivities:
             advice = "Give assign(..., sensitivities=probe(model, batch, trace)), or use method 'role', which needs none."
@@ -168,10 +169,10 @@ def check_sensitivities(trace: Trace, method: AssignMethod, sensitivities: Sensi
 
 
 def rules_of(trace: Trace, formats: Formats, *, is_short: bool = True) -> Rules:
-    """Return rules of a plan that give these formats to the slots of `trace`.
+    """Return the rules of a plan that give each slot of `trace` (a tensor and its role) its format in `formats`.
 
-    Without `is_short`, parameters are matched by name alone. A rule for a role or a pattern also matches small parameters. These stay
-    unmodified, but then need `paredown.optim`.
+    Without `is_short`, parameters are matched by name alone. A rule for a role or a pattern also matches small parameters; these stay
+    unmodified, but the user must then train with `paredown.optim`.
     """
     rules = list(_activation_rules(trace, formats))
     for role in (Role.WEIGHT, Role.FROZEN, Role.RESIDUE, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2):
@@ -180,9 +181,9 @@ def rules_of(trace: Trace, formats: Formats, *, is_short: bool = True) -> Rules:
 
 
 def _activation_rules(trace: Trace, formats: Formats) -> list[tuple[str, Assignment]]:
-    """Return rules for activations: one for the role with the most frequent format, and one for each slot with another format.
+    """Return rules for activations: one for the most frequent format, and further ones for the other formats.
 
-    The rule for the role also packs masks.
+    The first rule has the key "activation", which matches masks too, so that they are packed in bits.
     """
     format_of: dict[str, Format | None] = {}
     for slot in trace.activations:
@@ -210,9 +211,10 @@ def _parameter_rules(trace: Trace, formats: Formats, role: Role, *, is_short: bo
 def _named(
     rest: Mapping[str, Format | None], wanted: Mapping[str, Format | None], role: Role, *, is_short: bool
 ) -> list[tuple[str, Assignment]]:
-    """Return rules for the slots in `rest`, by patterns of names if these match no slot of another format, otherwise by names.
+    """Return rules that give the slots in `rest` their formats, by patterns of names where possible, else by name.
 
-    `rest` and `wanted` map names of slots to formats. Without `is_short`, all rules are names.
+    `rest` maps names of slots (tensors) to formats, `wanted` the names of all slots of the role. A pattern is used only if it matches no
+    slot of another format, and only with `is_short`.
     """
     patterns: dict[tuple[str, Format | None], list[str]] = {}
     for name, format in rest.items():
@@ -228,7 +230,7 @@ def _named(
 
 
 def _pattern(name: str) -> str:
-    """Return the name of a slot with `*` for its first number; "" if it has no number, or special characters of patterns.
+    """Return a tensor's name with `*` in place of its first number; "" if it has no number, or contains wildcards.
 
     >>> _pattern("layers.11.mlp.2:input"), _pattern("head:input")
     ('layers.*.mlp.2:input', '')

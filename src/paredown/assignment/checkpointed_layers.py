@@ -10,8 +10,8 @@ Checkpointing adds no error and costs a forward pass of each layer, so it follow
              few layers as bring it there
     False    never
 
-Layers that save most come first; if no number of them brings the error there, the number of least error is taken. Fewer are faster:
-on networks of real size packing a layer took about half the time of recomputing it (benchmarks/assign_times.py). For the same
+The layers that save most memory come first; if no number of layers brings the error there, the number of least error is taken. Fewer are
+faster: on networks of real size packing a layer took about half the time of recomputing it (benchmarks/assign_times.py). For the same
 layers, a larger budget never gives more error.
 
 `quickest_plan` compares
@@ -64,10 +64,12 @@ SizeOf = Callable[[Trace, Plan], int]  # `bound_of`, the peak with its margin, o
 def quickest_plan(
     trace: Trace, budget_bytes: int, problem_of: ProblemOf, plan_of: Callable[[Solution], Plan], size_of: SizeOf = bound_of
 ) -> Solution | None:
-    """Return the solution (formats and checkpointed layers) within the budget whose plan takes the least predicted time.
+    """Return the solution (formats and checkpointed layers) within the budget that adds the least time to a step.
 
-    Return None if no plan fits but one that packs weights or optimizer state and also checkpoints layers. `problem_of` sets up the search
-    for plans of a trace, `plan_of` makes the plan of a solution, `size_of` has the bytes that must be within the budget.
+    The error must be at most that of all activations in int8, or if no solution keeps that, in uint4; if none keeps that either, the
+    solution of least error is returned. The result is None if the only plans that fit pack weights or optimizer state and also checkpoint
+    layers. `problem_of` sets up the search for plans of a trace, `plan_of` makes the plan of a solution, and `size_of` returns the bytes
+    that must be within the budget.
     """
     small, tolerated = (tolerated_error(trace, LADDER, recompute) for recompute in (True, None))
     problem = problem_of(trace, None)
@@ -89,7 +91,7 @@ def _within(solutions: Iterable[Solution | None], error: float) -> list[Solution
 
 
 def layers_alone(trace: Trace, budget_bytes: int, problem_of: ProblemOf, size_of: SizeOf = bound_of) -> Solution | None:
-    """Return the solution that checkpoints as few layers as fit the budget and quantizes nothing; None if none fits."""
+    """Return the fewest checkpointed layers that fit the budget, with nothing quantized; None if none fit."""
     layers = recompute_choices(trace)
 
     def fits(count: int) -> bool:
@@ -120,14 +122,14 @@ def _packs_parameters(solution: Solution) -> bool:
 
 
 def recompute_choices(trace: Trace) -> list[str]:
-    """Return what backward can recompute, the best first: layers of an eager step, or tensors of a compiled one."""
+    """Return the layers (or tensors of a compiled step) that backward can recompute, the best first."""
     return recomputable_slots(trace) if trace.is_compiled else repeated_layers(trace)
 
 
 def exact_plan(trace: Trace, chosen: Iterable[str]) -> Plan:
-    """Return a plan that recomputes the layers or tensors `chosen` and quantizes nothing.
+    """Return a plan that recomputes `chosen`, layers or tensors of a compiled step, and quantizes nothing.
 
-    For a compiled step it has a rule, without which the step is plain torch.compile.
+    For a compiled step it has a rule for activations, since a session without one would run plain torch.compile.
     """
     return Plan((("activation", Assignment()),) if trace.is_compiled else (), recompute=tuple(chosen))
 
@@ -139,9 +141,10 @@ def with_choice(trace: Trace, chosen: tuple[str, ...]) -> Trace:
 
 @cached_on_trace
 def recomputable_slots(trace: Trace) -> list[str]:
-    """Return names of tensors that backward of a compiled step can recompute, the fewest seconds for each freed byte first.
+    """Return the names of the tensors to recompute in a compiled step's backward, the least time per byte first.
 
-    Tensors that backward reads when the step is at its peak are left out, since they would exist then anyway.
+    Tensors that are being read when the step is at its peak are left out, since recomputing them would not lower the peak. No tensor in the
+    list is computed from another one in it.
     """
     by_storage = {slot.storage: slot for slot in trace.activations}
     tick = footprint(trace, exact_plan(trace, ())).peak_tick
@@ -167,7 +170,7 @@ def recomputable_slots(trace: Trace) -> list[str]:
 
 @cached_on_trace
 def repeated_layers(trace: Trace) -> list[str]:
-    """Return the layers that can be checkpointed, the largest saving first: outermost modules whose name is a number."""
+    """Return the layers (modules named by a number) that can be checkpointed, the most bytes saved first."""
     numbered = [path for path in modules_of(trace) if NUMBERED.fullmatch(path.rpartition(".")[2])]
     saved = {path: _saved_bytes(trace, path) for path in outermost(numbered, numbered)}
     return sorted((path for path, nbytes in saved.items() if nbytes > 0), key=lambda path: -saved[path])
@@ -179,10 +182,10 @@ def _saved_bytes(trace: Trace, path: str) -> int:
 
 
 def tolerated_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> float:
-    """Return the predicted error above which `assign` checkpoints layers rather than use fewer bits.
+    """Return the predicted error above which `assign` checkpoints layers instead of using fewer bits.
 
-    It is the error of all activations in the first format of `ladder` (formats, the most precise first); if checkpointing is the last
-    resort (`recompute` is not True), in the second.
+    It is the error if all activations have the first format of `ladder` (formats, the most precise first), or, unless `recompute` is True,
+    the second one: then checkpointing is the last resort.
     """
     formats = [format for format in ladder if format is not None]
     slots = [slot for slot in trace.activations if not slot.stays and Use.VALUE in slot.uses]
@@ -192,9 +195,9 @@ def tolerated_error(trace: Trace, ladder: Ladder, recompute: bool | None) -> flo
 def with_layers(
     trace: Trace, budget_bytes: int, problem_of: Callable[[Trace], AssignmentProblem], tolerated: float
 ) -> Solution | None:
-    """Return the solution that checkpoints the fewest layers for which the predicted error is at most `tolerated`.
+    """Return formats and checkpointed layers: the fewest layers for which the predicted error is at most `tolerated`.
 
-    If no number of layers brings the error there, return the solution of least error; None if no solution fits the budget.
+    If no number of layers brings the error that low, return those of least error; None if nothing fits the budget.
     """
     layers = recompute_choices(trace)
 
@@ -219,7 +222,9 @@ def with_layers(
 
 
 def fewest_layers(is_enough: Callable[[int], bool], too_few: int, enough: int) -> int:
-    """Return the smallest number of layers above `too_few` for which `is_enough` is true, by bisection; it is true for `enough`.
+    """Return the smallest number above `too_few` for which `is_enough` returns True.
+
+    `is_enough(enough)` must be true, and so must be every number above one that is enough.
 
     >>> fewest_layers(lambda count: count >= 7, 4, 8), fewest_layers(lambda count: True, 0, 1)
     (7, 1)
@@ -231,7 +236,7 @@ def fewest_layers(is_enough: Callable[[int], bool], too_few: int, enough: int) -
 
 
 def _counts(num_layers: int) -> Iterator[int]:
-    """Yield the numbers of layers 1, 2, 4, 8, ... below `num_layers`, and `num_layers` itself.
+    """Yield the numbers of layers to try: 1, 2, 4, 8, ... below `num_layers`, and `num_layers` itself.
 
     >>> list(_counts(12)), list(_counts(0))
     ([1, 2, 4, 8, 12], [])
@@ -248,10 +253,10 @@ def _counts(num_layers: int) -> Iterator[int]:
 
 
 def added_seconds(trace: Trace, plan: Plan, calibration: Calibration = REFERENCE) -> float:
-    """Return the predicted seconds that the plan adds to a step, by default on one H200.
+    """Return the predicted seconds that `plan` adds to a step, by default on one H200.
 
-    These are seconds of the device, and of the host for packed tensors and checkpoints: the operations of a second forward pass are issued
-    while the device is busy. Of a compiled step they are those of the device alone, since the host issues few calls.
+    These are seconds of the device, plus the host's for packing and checkpointing; calls of operations in a second forward pass cost the
+    host nothing, since the device is busy meanwhile. For a compiled step they are seconds of the device alone.
     """
     added = added_time(trace, plan, replace(calibration, host=replace(calibration.host, operation=0.0)))
     return added.device_seconds + (0.0 if trace.is_compiled else added.host_seconds)

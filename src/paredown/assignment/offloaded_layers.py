@@ -1,12 +1,12 @@
-"""Packed activations in host memory, which `assign` considers where the caller gives a `host_budget`.
+"""Chooses packed activations to move to host memory, which `assign` considers if the caller gives a `host_budget`.
 
 A copy adds no error, and no time as long as it takes no longer than the operations that run beside it. So formats and recomputation are
 chosen anew for some sets of layers whose packed activations would be in host memory: none, and the first quarter, half, three quarters and
-all of the layers in forward order, which wait longest for backward. Of the plans within both budgets `HostBudget.best` takes the one that
+all of the layers in forward order, since backward needs the first layers last. Of the plans within both budgets `HostBudget.best` takes
 
-    without prefer, and for "speed"    adds the least predicted time, if its error is small (assignment/checkpointed_layers.py), else the
-                                       one of least error
-    for "accuracy"                     has the least error
+    without prefer, and for "speed"    the plan that adds the least predicted time, among those of small error
+                                       (assignment/checkpointed_layers.py); if there is none, the plan of least error
+    for "accuracy"                     the plan of least error
 
 A plan whose copies the step would wait for longer than it takes without a plan is not chosen.
 
@@ -38,24 +38,24 @@ TOO_SLOW = (
     "With packed activations in host memory a step would wait {:.3g} s for copies ({}), longer than it takes without a plan; a plan that "
     "asks for it with plan.offloading(...) does it."
 )
-PARTS = 4  # of the layers, in forward order
+PARTS = 4  # the layers, in forward order, are tried by so many parts
 ALL_PACKED = Plan.uniform(activation="int8/64@bf16")  # decides which layers can offload something
-Found = Callable[[tuple[str, ...]], tuple[Plan, float]]  # slots to offload -> plan and predicted error; raises BudgetError
+Found = Callable[[tuple[str, ...]], tuple[Plan, float]]  # slots to offload -> (plan, predicted error); raises BudgetError
 
 
 def with_offload(step: Trace, slots: tuple[str, ...]) -> Trace:
-    """Return the trace of the step in which packed values of `slots`, names or patterns, are in host memory until backward needs them."""
+    """Return the trace if packed values of the activations `slots` are in host memory until backward needs them."""
     return offloaded_trace(step, ALL_PACKED.offloading(*slots)) if slots else step
 
 
 def offloaded_slots(trace: Trace, plan: Plan) -> tuple[str, ...]:
-    """Return the names and patterns in the plan's `offload` that move something to host memory."""
+    """Return those names and patterns in `plan.offload` under which some activation really moves to host memory."""
     step = planned_step(step_under(trace, plan), plan) if plan.offload else trace
     return tuple(text for text in plan.offload if first_match((text,), offloaded_names(step)))
 
 
 def offload_choices(step: Trace) -> Iterator[tuple[str, ...]]:
-    """Yield the patterns of slots to offload: none, then those of more and more layers, from the first one in forward order on."""
+    """Yield sets of activations to try to move to host memory, as name patterns: none, then more and more layers."""
     yield ()
     paths = list(dict.fromkeys(path for path, _ in saving_layers(step, ALL_PACKED.offloading("*")) if path))
     counts = sorted({-(-len(paths) * part // PARTS) for part in range(1, PARTS + 1)} if paths else ())
@@ -64,14 +64,17 @@ def offload_choices(step: Trace) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class HostBudget:
-    """The bytes of host memory that plans may use for packed activations, and the calibration that prices the copies."""
+    """The bytes of host memory that a plan may use for packed activations, and the speed of copies to it."""
 
     nbytes: int
     calibration: Calibration
 
     @staticmethod
     def of(trace: Trace, given: Any, calibration: Calibration | None) -> HostBudget | None:
-        """Return the argument `host_budget` of `assign`, checked; None without."""
+        """Return the argument `host_budget` of `assign` as a HostBudget, or None if `given` is None.
+
+        Raise PlanError unless `trace` is of an eager step on a GPU.
+        """
         if given is None:
             return None
         if trace.device != "cuda" or trace.is_compiled:
@@ -80,10 +83,12 @@ class HostBudget:
         return HostBudget(parse_bytes(given), calibration or find_calibration(trace.device)[0] or REFERENCE)
 
     def best(self, trace: Trace, step: Trace, found: Found, tolerated: Sequence[float]) -> Plan:
-        """Return the best plan that `found` makes for a choice of slots to offload; raise BudgetError if none is within both budgets.
+        """Return the best plan over several sets of activations in host memory; raise BudgetError if none fits.
 
-        `trace` is the step as it was traced, `step` the one with layers in tiles. `tolerated`: errors up to which time decides, smallest
-        first; none if the least error does.
+        `found(slots)` returns the plan, and its error, with packed values of `slots` in host memory. `trace` is the step as it was traced,
+        `step` the same step with modules that run over pieces of the sequence. `tolerated` lists error limits, the smallest first: of the
+        plans within the first limit that any plan keeps, the quickest is best. If none keeps a limit, or the list is empty, the plan of
+        least error is best.
         """
         step_seconds = predict_step(trace, calibration=self.calibration).seconds if trace.operations else inf
         plans, failed, advice = list[tuple[Plan, float, float]](), list[BudgetError](), TRIED
@@ -108,12 +113,11 @@ class HostBudget:
         return replace(plan, reason=plan.reason + self._say(trace, plan)) if plan.offload else plan
 
     def _cost(self, trace: Trace, plan: Plan) -> tuple[int, float]:
-        """Return the bytes of pinned memory that a plan takes, and the seconds for which a step waits for copies."""
+        """Return the bytes of pinned host memory that `plan` takes, and the seconds that a step waits for copies."""
         step = planned_step(step_under(trace, plan), plan)
         return host_bytes(step, plan, is_rounded=True), offload_wait(step, plan, self.calibration)
 
     def _say(self, trace: Trace, plan: Plan) -> str:
-        """Return the sentence of a plan's reason on what is in host memory, and what that costs."""
         nbytes, wait = self._cost(trace, plan)
         time = f"the step waits {1e3 * wait:.3g} ms for copies" if wait else "copies are hidden behind the step's operations"
         count = len(plan.offload)
@@ -123,9 +127,10 @@ class HostBudget:
 
 
 def _best(plans: Sequence[tuple[Plan, float, float]], tolerated: Sequence[float]) -> Plan:
-    """Return the best of `plans` with their errors and seconds: the quickest within the first tolerated error that one of them has.
+    """Return the plan that is best of `plans`, tuples (plan, error, seconds added to a step).
 
-    If none has a tolerated error, it is the one of least error. Of equal ones it is the first, which offloads least.
+    Of the plans within the first limit in `tolerated` that any plan's error keeps, it is the quickest; if no plan keeps a limit, the plan
+    of least error. Of equal plans it is the first, which offloads least.
     """
     for largest in tolerated:
         if near := [row for row in plans if row[1] <= largest]:

@@ -1,10 +1,10 @@
-"""Another plan within the same budget while a model trains: `repair` raises slots and lowers others, `replan` sets all formats.
+"""Finds another plan within the same budget while a model trains: `repair` raises slots and lowers others, `replan` sets all formats.
 
     repair(plan, terms, raised=["attn:query"])      these slots one level up; others go down, the least error per byte first
     replan(plan, terms)                             the best formats of all activations, where they are clearly better
 
-Formats of weights, gradients and optimizer state are unmodified: they cannot change during a run. The budget is never exceeded: if
-the other slots cannot free enough for all that should be raised, the last of these are refused.
+Formats of weights, gradients and optimizer state stay the same: they cannot change during a run. The budget is never exceeded: if
+the other slots cannot free enough for all slots that should be raised, the last of these are refused.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from paredown.plan.trace import Trace
 from paredown.roles import Role
 from paredown.sizes import say_bytes, say_bytes_twice
 
-# one for each width: a slot whose error is too large gains little from a shorter block
+# one format for each width: a slot whose error is too large gains little from a shorter block
 LEVELS: Ladder = (None, *(Format.parse(text) for text in ("bf16", "int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")))
-CURRENT = "current"  # name of the option that the plan has
+CURRENT = "current"  # name of the storage option that the plan uses
 CLEARLY_BETTER = 0.9  # `replan` needs a predicted error below this share of the current one
 
 
 @dataclass(frozen=True)
 class SlotMove:
-    """A change of the format in which one slot is stored, from `before` to `after`; None means unmodified."""
+    """A change of the format of one saved tensor, `slot`, from `before` to `after`; None means unmodified."""
 
     slot: str
     before: Format | None
@@ -63,7 +63,10 @@ class SlotMove:
 
 @dataclass(frozen=True)
 class RepairedPlan:
-    """The result of `repair`: the new plan, the changed slots, and the requests that were met and that were refused."""
+    """The result of `repair` or `replan`: the new plan, and its slots (saved tensors) whose format changed, in `moves`.
+
+    `raised` names the slots that got a wider format as requested, `refused` those for which the budget did not suffice.
+    """
 
     plan: Plan
     moves: tuple[SlotMove, ...] = ()
@@ -73,7 +76,10 @@ class RepairedPlan:
 
 @dataclass(frozen=True)
 class RepairTerms:
-    """The constraints of a repair: trace, budget, gradient errors of slots (None: by the role table), and formats of activations."""
+    """What `repair` and `replan` must respect: the traced step, the budget, and the formats (`levels`) to choose from.
+
+    `sensitivities` are measured gradient errors of saved tensors; if None, the role table predicts the errors.
+    """
 
     trace: Trace
     budget_bytes: int
@@ -82,9 +88,10 @@ class RepairTerms:
 
 
 def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Collection[str] = ()) -> RepairedPlan:
-    """Return a plan that stores the slots `raised` in the next wider format, and others, except `keeps`, in narrower ones to fit.
+    """Return a plan with wider formats for the tensors `raised`, and if the budget needs it, narrower ones for others.
 
-    `raised` lists the slots of largest error first. If the budget does not allow all, the last ones are refused.
+    `raised` lists names, the largest error first; if the budget does not allow all, the last ones are refused. Tensors in `keeps` get no
+    fewer bits than now.
     """
     check(plan, terms)
     state = RepairState.of(plan, terms)
@@ -104,7 +111,7 @@ def repair(plan: Plan, terms: RepairTerms, *, raised: Sequence[str], keeps: Coll
 def replan(plan: Plan, terms: RepairTerms, *, keeps: Collection[str] = ()) -> RepairedPlan:
     """Return the plan of least predicted error within the budget, or `plan` itself if no other is clearly better.
 
-    Slots of `keeps` get no fewer bits than now.
+    Saved tensors named in `keeps` get no fewer bits than now.
     """
     check(plan, terms)
     state = RepairState.of(plan, terms)
@@ -126,10 +133,10 @@ def check(plan: Plan, terms: RepairTerms) -> None:
 
 @dataclass(frozen=True, eq=False)
 class RepairState:
-    """The current formats of all slots of a plan, as the arrays from which `repair` computes a new plan.
+    """The storage options of all saved tensors, and the options that `plan` takes now, as arrays for `repair`.
 
-    `current` has the row of the ledger (options x ticks) that each item, slots that are stored together, has now. `bits[slot][row]`
-    are the bits per value of a slot under that row.
+    `ledger` has a row of bytes over time for each option. `current` has, for each item (tensors that are stored together), its row now;
+    every such array of rows is called `chosen`. `bits[name][row]` is the bits per value of a saved tensor under that row.
     """
 
     trace: Trace
@@ -142,7 +149,7 @@ class RepairState:
 
     @staticmethod
     def of(plan: Plan, terms: RepairTerms) -> RepairState:
-        """Return the arrays that describe the formats of `plan` under these constraints."""
+        """Return the storage options of all tensors under `terms`, and those that `plan` takes, as arrays."""
         trace, levels, measured = planned_step(terms.trace, plan), terms.levels, terms.sensitivities
         error_of = role_table_error if measured is None else measured_error(trace, measured, levels)
         chosen = slot_storages(trace, plan)
@@ -164,19 +171,19 @@ class RepairState:
         return RepairState(trace, plan, ledger, current, bits, item_of, totals)
 
     def bits_at(self, name: str, chosen: Ints) -> float:
-        """Return the bits per value that a slot has if slots are stored as in `chosen`; infinity if it is unmodified."""
+        """Return the bits per value of the saved tensor `name` under the rows `chosen`; infinity if unmodified."""
         return self.bits[name][int(chosen[self.item_of[name]])]
 
     def current_bits(self, name: str) -> float:
-        """Return the bits per value of a slot as the plan stores it now."""
+        """Return the bits per value that the saved tensor `name` has under the current plan."""
         return self.bits_at(name, self.current)
 
     def can_rise(self, name: str) -> bool:
-        """Return whether a slot can have a wider format, which is the case if the plan packs it."""
+        """Return whether a wider format exists for the saved tensor `name`, which is the case if the plan packs it."""
         return name in self.item_of and self.current_bits(name) < inf
 
     def risen(self, names: Iterable[str]) -> Ints:
-        """Return a choice of formats in which the slots `names` have the next wider format, and no other slot fewer bits than now."""
+        """Return the storage options (rows) as now, but with the next wider format for the saved tensors `names`."""
         chosen = self.current.copy()
         for name in names:
             item = self.item_of[name]
@@ -193,9 +200,10 @@ class RepairState:
         return chosen
 
     def lowered_to_fit(self, chosen: Ints, floors: Mapping[str, float], budget_bytes: int) -> Ints | None:
-        """Return a choice of formats with fewer bits for other slots than those of `chosen`, so that the peak fits; None if impossible.
+        """Return the rows `chosen` with fewer bits for some tensors, so that the peak fits; None if impossible.
 
-        Slots with the least added error per byte are lowered first. `floors`: the fewest bits per value that a slot may have, by its name.
+        The option with the least added error per freed byte is taken first. `floors` has, by name, the fewest bits per value that a saved
+        tensor may have.
         """
         ledger, chosen = self.ledger, chosen.copy()
         refused = {row for name, least in floors.items() for row, bits in self.bits[name].items() if bits < least}
@@ -213,9 +221,9 @@ class RepairState:
             chosen[item] = row
 
     def _cheapest(self, chosen: Ints, allowed: Ints, tick: int) -> int | None:
-        """Return the row in `allowed` with the least added error per byte freed at operation `tick`; None if none frees any.
+        """Return the row of `allowed` that adds the least error per byte freed at `tick`; None if none frees any.
 
-        A tick is a position in the step's list of operations.
+        A row is an option to store some tensors; `chosen` has the rows now. A tick is the position of an operation in the step.
         """
         current = chosen[self.ledger.item_of[allowed]]
         column, totals = self.ledger.held[:, tick], self.totals
@@ -228,7 +236,7 @@ class RepairState:
         return int(rows[np.lexsort((rows, -freed, cost))[0]])
 
     def repaired(self, chosen: Ints, *, raised: Sequence[str] = (), refused: Sequence[str] = ()) -> RepairedPlan:
-        """Return the repaired plan for a choice of formats, with a list of the slots whose format changed."""
+        """Return `plan` with the formats of the rows `chosen`, and a list of the saved tensors whose format changed."""
         before, after = self._formats(self.current), self._formats(chosen)
         moves = tuple(SlotMove(name, before[name], after[name]) for name in before if before[name] != after[name])
         rules = dict(self.plan.rules)
@@ -249,12 +257,12 @@ class RepairState:
 
 
 def bits_per_value(format: Format | None) -> float:
-    """Return the bits per value of a format; infinity for None, which is unmodified."""
+    """Return the bits per value of a format; infinity for None, which means unmodified."""
     return inf if format is None else float(format.bits_per_value)
 
 
 def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf) -> Item:
-    """Return slots that are stored together, with the current plan's storage as one more option."""
+    """Return `item` with one more storage option: the formats that its tensors have under the current plan."""
     formats = [(slot, chosen[slot.name].format) for slot in item.slots]
     error = sum(error_of(slot, format) for slot, format in formats if format is not None)
     keys = tuple(((slot.name, Role.ACTIVATION), format) for slot, format in formats)
@@ -263,7 +271,7 @@ def _with_current(item: Item, chosen: dict[str, SlotStorage], error_of: ErrorOf)
 
 
 def _parameters(trace: Trace, plan: Plan) -> Item:
-    """Return all weights, gradients and optimizer state as one item that can only be stored as the plan does."""
+    """Return all weights, gradients and optimizer state as one group of tensors with one option: as now."""
     held = list(model_memory(replace(trace, outputs=()), plan))
     for interval in unowned(trace):
         held.remove(interval)

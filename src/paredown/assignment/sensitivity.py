@@ -1,4 +1,4 @@
-"""Gradient error when one slot alone is quantized: `Sensitivities`, measured by `probe`, and the role table, which predicts them.
+"""`Sensitivities` are the gradient errors when one slot alone is quantized, measured by `probe`; the role table predicts such errors.
 
 An error is the sum over parameters of |difference|^2 / |gradient|^2: relative for each parameter, squared, and additive over slots
 (the errors of single tensors added up to 0.99 of the error of all of them together, on a ResNet and on a GPT).
@@ -49,9 +49,9 @@ from paredown.serial import COUNT, LARGEST, brief, check_fields, is_text, load_j
 from paredown.tables import Table
 
 VERSION = 1  # of the JSON
-NUM_SHOWN_SLOTS = 12  # by repr
+NUM_SHOWN_SLOTS = 12  # slots that repr shows
 NAN = float("nan")
-OTHER_FACTOR = 1.0  # of an operation without a row
+OTHER_FACTOR = 1.0  # factor of an operation without a row
 OP_FACTORS: Mapping[str, float] = MappingProxyType(
     {
         "conv": 0.6,
@@ -80,9 +80,10 @@ RESIDUE_BITS = 8  # significant bits that a residue adds to its weight
 
 @dataclass(frozen=True, repr=False)
 class Sensitivities:
-    """The squared gradient errors that quantizing one slot alone causes, by slot and format, measured at a step of training.
+    """The gradient errors, squared and relative, that quantizing one saved tensor alone causes, by name and format.
 
-    A slot has its name in the trace. If it is no activation, its role is a prefix ("moment1=fc.weight").
+    `probe` measures them, and `assign` and guards choose formats by them. Names are those of the trace's slots; a name of a parameter's
+    tensor has its role as a prefix ("moment1=fc.weight").
     """
 
     errors: Mapping[str, Mapping[str, float]] = field(hash=False)
@@ -96,7 +97,7 @@ class Sensitivities:
         object.__setattr__(self, "errors", errors)
 
     def of(self, name: str, format: str | Format) -> float | None:
-        """Return the error of this slot in `format`, measured or interpolated; None for a slot that was not probed."""
+        """Return the gradient error of tensor `name` in `format`, measured or interpolated; None if not probed."""
         row = self.errors.get(name)
         if not row:
             return None
@@ -104,7 +105,7 @@ class Sensitivities:
         return row[text] if text in row else _interpolated(row, text)
 
     def known(self, names: Iterable[str]) -> list[str]:
-        """Return those of `names` that were probed."""
+        """Return those of `names` (tensors of a trace) whose errors were probed."""
         return [name for name in names if self.errors.get(name)]
 
     def __len__(self) -> int:
@@ -121,12 +122,12 @@ class Sensitivities:
         return "\n".join([head, *(f"  {line}" for line in lines), *more])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the sensitivities as a JSON value: version, step and the errors."""
+        """Return the sensitivities as a JSON value: version, step and errors."""
         return {"version": VERSION, "step": self.step, "errors": {name: dict(row) for name, row in self.errors.items()}}
 
     @staticmethod
     def from_json(value: Any) -> Sensitivities:
-        """Return the sensitivities whose `to_json` is `value`; raise PlanError for any other value."""
+        """Return the sensitivities that `to_json` wrote as `value`; raise PlanError for any other value."""
         parts = object_parts(value, "file of sensitivities", ("step", "errors"), ("version", "errors"), VERSION, PlanError)
         return Sensitivities(parts["errors"], parts.get("step", 0))
 
@@ -136,13 +137,13 @@ class Sensitivities:
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Sensitivities:
-        """Return the sensitivities that `save` wrote."""
+        """Return the sensitivities that `save` wrote to this file."""
         hint = "They are written by sensitivities.save(path)."
         return load_json(path, "file of sensitivities", PlanError, Sensitivities.from_json, hint=hint)
 
 
 def _row(name: str, row: Any) -> dict[str, float]:
-    """Return the checked errors of one slot, by the canonical text of the format."""
+    """Return the checked gradient errors of the tensor `name` by format, in the canonical text of each format."""
     if not is_text(name):
         raise PlanError(f"sensitivities are {{slot: {{format: error}}}}; the name of a slot is text, not {brief(name)}.")
     if not isinstance(row, Mapping):
@@ -158,9 +159,9 @@ def _row(name: str, row: Any) -> dict[str, float]:
 
 
 def _error(error: Any, what: str) -> float:
-    """Return a squared error from a file as a float; raise PlanError, with `what` as its subject, if it is not a number from 0 up.
+    """Return a squared error read from a file as a float; raise PlanError unless it is a number from 0 up.
 
-    Infinity becomes LARGEST.
+    Infinity becomes LARGEST. `what` is the subject of the error message's sentence.
     """
     try:
         value = NAN if isinstance(error, str | bytes | bool) else float(error)  # accepts scalars of numpy and torch
@@ -177,10 +178,10 @@ def _bits(text: str) -> int:
 
 
 def _interpolated(row: Mapping[str, float], text: str) -> float:
-    """Return the error of a slot in a format that was not measured, from its measured errors and the formats' significant bits.
+    """Return the error of a saved tensor in the format `text`, which was not measured, from errors in other formats.
 
-    `row` maps formats to measured errors. The error is interpolated between the nearest two. Beyond them it grows 4 times for each
-    bit less.
+    `row` maps formats to measured errors. The error is interpolated between the two formats of the nearest bits; outside of all measured
+    ones it grows 4 times with each bit less.
     """
     bits = _bits(text)
     points = sorted((_bits(measured), error) for measured, error in row.items())
@@ -200,7 +201,7 @@ def _interpolated(row: Mapping[str, float], text: str) -> float:
 
 
 def slot_error(savers: Iterable[Saver], format: Format) -> float:
-    """Return the predicted gradient error of an activation in `format`, summed over the operations that saved it."""
+    """Return the predicted gradient error of an activation in `format`, summed over `savers`, which saved it."""
     factors = [
         OPERAND_FACTORS.get((saver.op, saver.operand)) or OP_FACTORS.get(saver.op, OTHER_FACTOR)
         for saver in savers
@@ -211,10 +212,11 @@ def slot_error(savers: Iterable[Saver], format: Format) -> float:
 
 @cache
 def step_factor(format: Format) -> float:
-    """Return the squared step of integers in blocks, beside that of symmetric ones in blocks of 64, for normally distributed values.
+    """Return the squared rounding step of `format`, as a multiple of that of symmetric integers in blocks of 64.
 
-    A step is the range of a block over the number of steps. The largest of n values is at about the quantile (n - 3/8) / (n + 1/4); the
-    largest magnitude is that of 2 n values. Measured on 20 networks, 0.75 and 0.54 of the squared gradient error (docs/log.md, 2026-11-19):
+    It is below 1 for integers in shorter blocks or with a minimum. A step is the range of a block over the number of steps. The largest of
+    n values is at about the quantile (n - 3/8) / (n + 1/4); the largest magnitude is that of 2 n values. Measured on 20 networks: 0.75 and
+    0.54 of the squared gradient error for the first two formats here (docs/log.md, 2026-11-19):
 
     >>> [round(step_factor(Format.parse(text)), 2) for text in ("uint4/64@bf16+bf16", "uint4/32@bf16+bf16", "int8/64@bf16")]
     [0.71, 0.56, 1.0]
@@ -234,7 +236,7 @@ def _largest_normal(n: int) -> float:
 
 
 def parameter_error(formats: Mapping[Role, Format]) -> float:
-    """Return the predicted error of a parameter whose weight, gradient and moments are stored in these formats."""
+    """Return the predicted gradient error if a parameter's weight, gradient and moments have these formats."""
     residue = RESIDUE_BITS * (Role.RESIDUE in formats)
     bits = {role: significant_bits(format) + residue * (role is Role.WEIGHT) for role, format in formats.items()}
     return sum(ROLE_FACTORS.get(role, 0.0) * 4.0**-count for role, count in bits.items())

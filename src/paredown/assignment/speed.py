@@ -1,6 +1,6 @@
-"""`assign(..., prefer="speed")`: of all plans within the budget and the error allowance, the one that is predicted to be quickest.
+"""Finds the plan of `assign(..., prefer="speed")`: of plans within the budget and the error allowance, the one predicted to be quickest.
 
-Candidates, with predictions of plan/step_time.py from the calibration of the device:
+Candidates, whose times plan/step_time.py predicts from the calibration of the device:
 
     exact           every layer checkpointed, every second layer, and as few as fit; nothing quantized
     accuracy        the plan of prefer="accuracy"
@@ -52,7 +52,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Preference:
-    """A preference of "speed" or "accuracy", the error allowed for speed (None: by ALLOWANCE_FACTOR), and the costs of time."""
+    """The checked arguments of `assign` about speed: preference, error allowance and calibration."""
 
     prefer: str
     error_allowance: float | None
@@ -61,7 +61,7 @@ class Preference:
 
     @staticmethod
     def of(trace: Trace, prefer: object, error_allowance: Any, calibration: object) -> Preference | None:
-        """Return the arguments `prefer`, `error_allowance` and `calibration` of `assign` as one checked value; None if `prefer` is None."""
+        """Return the arguments of `assign` about speed as one checked value; None if `prefer` is None."""
         if prefer not in (None, *PREFERENCES):
             raise PlanError(f"prefer is {prefer!r}. Allowed: {', '.join(map(repr, PREFERENCES))}, or None.")
         is_allowance = isinstance(error_allowance, int | float) and is_number(error_allowance) and error_allowance >= 0
@@ -82,7 +82,10 @@ class Preference:
         return Preference(str(prefer), error_allowance, _checked(found or replace(REFERENCE, device=trace.device), trace), note)
 
     def allowed_error(self, accurate: Solution) -> float:
-        """Return the largest predicted error that a quicker plan may have, given the solution for prefer="accuracy"."""
+        """Return the largest predicted error that a quicker plan may have.
+
+        `accurate` has the formats and layers for prefer="accuracy"; unless the user gave an allowance, its error times 1.1 is allowed.
+        """
         return ALLOWANCE_FACTOR * accurate[1].error if self.error_allowance is None else float(self.error_allowance)
 
 
@@ -94,9 +97,10 @@ def _checked(calibration: Calibration, trace: Trace) -> Calibration:
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A plan with its predicted time and the solution that it is made from.
+    """A plan that may be chosen for `prefer="speed"`, with its predicted step time.
 
-    `keeps_margin`: whether the plan leaves a margin of the budget for memory that is not predicted.
+    `solution` has the formats and checkpointed layers from which the plan was made. `keeps_margin` says whether the plan keeps a part of
+    the budget free for memory that is not predicted.
     """
 
     solution: Solution
@@ -106,14 +110,15 @@ class Candidate:
 
     @property
     def error(self) -> float:
-        """The predicted squared gradient error of the plan."""
+        """Return the predicted squared gradient error of the plan."""
         return self.solution[1].error
 
 
 def quickest_plan(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the candidate of least error among those whose predicted time is within NOISE of the quickest.
+    """Return the candidate of least error among those whose predicted time is within NOISE (2 %) of the quickest.
 
-    A candidate that does not keep the margin is chosen only if it is quicker by more than NOISE.
+    Candidates that keep a margin for unpredicted memory come first: one without it is returned only if it is quicker by more than NOISE, or
+    if there is no other.
     """
 
     def best(of: Sequence[Candidate]) -> Candidate:
@@ -136,10 +141,11 @@ def quickest_solution(
     *,
     has_layers: bool,
 ) -> Candidate:
-    """Return the quickest of the `candidates` and of further solutions that pack tensors.
+    """Return the quickest plan that can be made from `candidates` or from further solutions, which pack tensors.
 
-    The first candidate is the solution of prefer="accuracy". `problem_of` sets up the search for plans of a trace, `plan_of` makes the plan
-    of a solution. `has_layers`: whether packed candidates may checkpoint layers.
+    A solution is formats and checkpointed layers. The first candidate must be the solution of prefer="accuracy". `problem_of` sets up the
+    search for plans of a trace, `plan_of` makes the plan of a solution. `has_layers` says whether the further solutions may checkpoint
+    layers.
     """
     given = list(candidates)
     allowed = preference.allowed_error(given[0])
@@ -165,9 +171,9 @@ def quickest_solution(
 
 
 def exact_solutions(trace: Trace, budget_bytes: int, problem_of: ProblemOf) -> Iterator[Solution]:
-    """Yield solutions that only checkpoint layers: every layer, every second one, and the fewest that fit the budget.
+    """Yield solutions that quantize nothing and checkpoint all layers, every second one, or the fewest that fit.
 
-    The first two are left out if their expected peak does not fit. The last one fits with its margin.
+    The first two are left out if their expected peak exceeds the budget. The last one fits with a margin for unpredicted memory.
     """
     layers = repeated_layers(trace)
 
@@ -190,7 +196,8 @@ def packed_solutions(
 ) -> list[Solution]:
     """Return solutions that pack tensors, fit the budget, and have an error of at most `allowed`, the quickest first.
 
-    Their seconds are summed over tensors. At most MOST_PACKED are returned. `has_layers`: whether they may checkpoint layers.
+    Their time is compared as the sum of seconds over tensors, and only the MOST_PACKED quickest are returned. `has_layers` says whether
+    they may also checkpoint layers.
     """
     layers = repeated_layers(trace) if has_layers else []
     counts = sorted({len(layers) * part // 4 for part in range(5)} | ({1} if layers else set()))
@@ -211,7 +218,7 @@ def packed_solutions(
 
 
 def row_costs(problem: AssignmentProblem, calibration: Calibration) -> tuple[Floats, Floats]:
-    """Return the seconds that each way to store a tensor (row of the ledger) adds to a step, on the device and on the host."""
+    """Return the seconds that each row of `problem.ledger` (storage option) adds to a step, on device and host."""
     slots = {slot.name: slot for slot in problem.trace.activations}
     rows = [option for item in problem.ledger.items for option in item.options]
 
@@ -225,9 +232,9 @@ def row_costs(problem: AssignmentProblem, calibration: Calibration) -> tuple[Flo
 
 
 def cheapest_choices(ledger: Ledger, costs: tuple[Floats, Floats], budget_bytes: int) -> Iterator[NDArray[np.int64]]:
-    """Yield choices of formats within the budget that add few seconds to a step and have little error.
+    """Yield ways to store all tensors within the budget that add few seconds to a step and have little error.
 
-    `costs`: the seconds of each option on the device and on the host.
+    Each is an array with the row of `ledger` of each item. `costs` are the seconds of each row, on the device and on the host.
     """
     error_scale = max(float(ledger.errors.max(initial=0.0)), 1e-30)
     for seconds in costs:

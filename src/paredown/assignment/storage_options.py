@@ -1,8 +1,8 @@
-"""The choices of `assign`: an `Item` for each part of a step that is decided as a whole, its `StorageOption`s, and their `Ledger`.
+"""The choices of `assign`: `Item`s are tensors of a step that are stored alike, with `StorageOption`s; a `Ledger` has their bytes.
 
-An activation is an item with those that depend on it: views of one storage, which is freed when all of them are packed, and tensors
-that are recomputed from another one (autograd/rematerialization.py). A parameter is an item with its gradient, moments and residue, of
-which none or some are packed (plan/byte_intervals.py).
+An activation is an item together with activations that depend on it: views of one storage, which is freed when all of them are packed, and
+tensors that are recomputed from another one (autograd/rematerialization.py). A parameter is an item with its gradient, moments and residue,
+all, some or none of which are packed (plan/byte_intervals.py).
 
     item                       options: unmodified, then of fewer and fewer bits; each has its bytes over time and a predicted error
     layers.0.mlp.1:input       unmodified | int8 | uint4 | int4 | uint2;   layers.0.mlp.2:input is recomputed from it and takes no bytes
@@ -14,7 +14,7 @@ The bytes come from the functions of plan/byte_intervals.py, so that they equal 
 The ledger is a matrix with the bytes of every option (row) at every tick of the step (column). A choice is one row for each item, and
 a search adds and subtracts rows instead of computing footprints:
 
-    load[t]  =  base[t]  +  sum over items of  bytes[option of the item, t]  +  what torch.optim's step takes, at its tick
+    load[t]  =  base[t]  +  sum over items of  bytes[option of the item, t]  +  workspace of torch.optim's step, at its tick
 
 Only ticks at which the peak can lie are kept: of the ticks from one allocation to the next free the last one suffices, and a tick
 that needs less under every plan than another tick needs under all of them is never the peak.
@@ -58,12 +58,11 @@ LADDER: Ladder = (
     None,
     *(Format.parse(text) for text in ("int8/64@bf16", "uint4/32@bf16+bf16", "int4/64@bf16", "uint2/64@bf16+bf16")),
 )
-MOST_FREE_SLOTS = 2  # up to this many slots of an item have independent formats; more have the same one
+MOST_FREE_SLOTS = 2  # up to this many slots of an item have independent formats; more slots all have the same format
 OF_WEIGHT = (Role.WEIGHT.value, Role.RESIDUE.value)
-Rows = Mapping[str, Mapping[str, str]]  # name -> role -> format
-_TIERS = {
-    name: row for name, row in TIERS.items() if row and name != "fine_tune"
-}  # fine_tune differs from safe only in the length of blocks
+Rows = Mapping[str, Mapping[str, str]]  # name of a way to store a parameter -> role -> format
+# fine_tune differs from safe only in the length of blocks
+_TIERS = {name: row for name, row in TIERS.items() if row and name != "fine_tune"}
 _PLAIN_GRADIENT = {name: {role: text for role, text in row.items() if role != "gradient"} for name, row in _TIERS.items()}
 # Gradients and weights in 4 bits cost less than activations in 2 bits in all trials of the prior `state_budgets` (docs/log.md, 2026-11-19).
 _FOUR_BITS = {"gradient": "int4/64@bf16", "weight": "int4/64@e8m0"}
@@ -87,9 +86,10 @@ FROZEN_ROWS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class StorageOption:
-    """One way to store slots that are stored alike (an `Item`), with its bytes over time and its predicted error.
+    """One way to store the tensors of an `Item`, with its predicted gradient error.
 
-    `held`: its bytes over time; `formats`: of its slots, None for unmodified; `full_bytes`: of weights that torch.optim updates.
+    `held` has the intervals in which the tensors then hold bytes, and `formats` the format of each (None: unmodified). `full_bytes` are the
+    bytes of the weights that torch.optim would update.
     """
 
     name: str
@@ -100,13 +100,13 @@ class StorageOption:
 
     @property
     def total(self) -> int:
-        """The sum of the option's bytes over all operations of the step."""
+        """Return the bytes that the tensors hold under this option, summed over all operations of the step."""
         return sum(i.nbytes * (i.death - i.birth + 1) for i in self.held)
 
 
 @dataclass(frozen=True)
 class Item:
-    """Slots that are stored alike, such as views of one tensor, with the ways to store them: unmodified, then in fewer and fewer bits."""
+    """Tensors that `assign` stores together, such as views of one storage, with the options to choose from."""
 
     name: str
     slots: tuple[Slot, ...]
@@ -114,7 +114,7 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the slots of this item take in the baseline."""
+        """Return the bytes that the tensors of this item take in the unmodified step."""
         return sum({slot.storage if slot.storage != -1 else i: slot.nbytes for i, slot in enumerate(self.slots)}.values())
 
 
@@ -127,10 +127,11 @@ KnownItems = dict[tuple[int, ...], Item]  # by the identities of their slots, wh
 def activation_items(
     trace: Trace, ladder_of: Callable[[Slot], Ladder], error_of: ErrorOf, *, is_free: bool = True, known: KnownItems | None = None
 ) -> Iterator[Item]:
-    """Yield groups of activations that share memory, and are therefore stored alike, each with the formats to choose from.
+    """Yield an item for each group of activations that share memory, with the options to store it.
 
-    `ladder_of`: the formats that a slot may have. `error_of`: the error of a slot in a format. `is_free`: slots of an item may have
-    different formats. `known`: the items of traces that share slots with this one, for the same formats and errors; new ones are added.
+    `ladder_of` returns the formats that an activation may have, `error_of` the gradient error of an activation in a format. `is_free` says
+    whether activations of one item may have different formats. `known` caches items for other traces that share activations with this
+    trace; it must have been filled with the same formats and errors.
     """
     known = {} if known is None else known
     for slots in _components(trace.activations):
@@ -149,7 +150,7 @@ def _activation_plan(format: Format | None) -> Plan:
 
 
 def _components(slots: Sequence[Slot]) -> list[tuple[Slot, ...]]:
-    """Return groups of slots that share a storage or are recomputed from one another."""
+    """Return the groups of activations that share a torch storage or are recomputed from one another."""
     number_of: dict[str, int] = {slot.name: number for number, slot in enumerate(slots)}
     root = list(range(len(slots)))
 
@@ -205,7 +206,7 @@ def _option(slots: tuple[Slot, ...], chosen: dict[str, SlotStorage], error_of: E
 
 
 def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
-    """Return options by rising error; of equal ones, those with more bytes first."""
+    """Return options to store a group of tensors by rising error; of equal error, those with more bytes first."""
     return sorted(options, key=lambda option: (option.error, -option.total))
 
 
@@ -215,10 +216,10 @@ def _ordered(options: Iterable[StorageOption]) -> list[StorageOption]:
 def parameter_items(
     trace: Trace, rows: Rows = TIER_ROWS, *, frozen_rows: Rows = FROZEN_ROWS, known: KnownItems | None = None
 ) -> Iterator[Item]:
-    """Yield each parameter with its gradient, moments and casts, and the ways in which they can be stored together.
+    """Yield a group for each parameter, with its gradient, moments and casts, and the options to store all of them.
 
-    `rows`: the ways to store it, {role: format} each; `frozen_rows`: those of a parameter that is not trained. `known`: the items of traces
-    that share slots with this one; new ones are added.
+    `rows` are the ways to store a parameter, each as {role: format}, and `frozen_rows` those for a parameter that is not trained. `known`
+    caches items for other traces that share parameters with this trace.
     """
     known = {} if known is None else known
     if trace.is_compiled:  # trained weights of a compiled model are not packed
@@ -237,7 +238,10 @@ def _tiers(rows: Rows) -> list[Tier]:
 
 
 class Tier(NamedTuple):
-    """A row of TIER_ROWS or FROZEN_ROWS as a plan: formats for a parameter, its gradient and its moments."""
+    """Formats for a parameter, its gradient and its moments, with their predicted error.
+
+    Each is a row of TIER_ROWS, for trained parameters, or of FROZEN_ROWS. `plan` is a plan with these formats alone.
+    """
 
     name: str
     formats: dict[Role, Format]
@@ -246,7 +250,7 @@ class Tier(NamedTuple):
 
     @staticmethod
     def of(name: str, row: Mapping[str, str]) -> Tier:
-        """Return the tier with the formats in `row`, a dictionary from role to text."""
+        """Return the tier called `name`; `row` maps roles to formats, both as text."""
         formats = {Role(role): Format.parse(text) for role, text in row.items()}
         plan = Plan.uniform(**row) if row else Plan((("activation", UNMODIFIED),))
         return Tier(name, formats, plan, parameter_error(formats))
@@ -282,7 +286,10 @@ def _by_parameter(trace: Trace) -> dict[Slot, tuple[Slot, ...]]:
 
 
 def unowned(trace: Trace) -> list[Interval]:
-    """Return the intervals of bytes of optimizer moments that belong to no parameter of the trace, which no plan changes."""
+    """Return the intervals in which optimizer moments that belong to no parameter of the trace hold memory.
+
+    No plan changes these moments.
+    """
     owned = {id(slot) for slots in _by_parameter(trace).values() for slot in slots}
     moments = [slot for slot in trace.slots if slot.role in (Role.MOMENT1, Role.MOMENT2) and id(slot) not in owned]
     return [Interval(slot.role, slot.module, slot.birth, slot.death, slot.nbytes) for slot in moments]
@@ -296,11 +303,12 @@ Allocated = Callable[..., Any]  # bytes of tensors, a number or an array -> the 
 
 @dataclass(frozen=True, eq=False)
 class Ledger:
-    """A table of the bytes that each way to store a slot takes (row) at each operation of the step (column, or tick).
+    """A table of the bytes that each storage option takes (row) at each operation of the step (column, or tick).
 
-    Rows of item i start at `starts[i]`; `item_of[r]` is the item of row r.
+    `assign` searches in it instead of predicting footprints. Items are groups of tensors that are stored alike. Rows of item i start at
+    `starts[i]`; `item_of[r]` is the item of row r. A choice of formats, `chosen`, is an array with one row for each item.
 
-    Bytes are those of `Footprint.bound_bytes`, with the margin for what an allocator cannot split, or without it of `peak_bytes`.
+    Bytes are those of `Footprint.bound_bytes`, with its margin for memory that is not predicted, or of `peak_bytes` without it.
     """
 
     items: tuple[Item, ...]
@@ -311,7 +319,7 @@ class Ledger:
     full_bytes: Ints
     starts: Ints
     item_of: Ints
-    transients: tuple[tuple[slice, int], ...]  # of the optimizer's step: (slice of ticks, most bytes)
+    transients: tuple[tuple[slice, int], ...]  # workspaces of the optimizer's step: (slice of ticks, most bytes)
     allocated: Allocated
     workspace_bytes: int
     floor_bytes: int  # a lower bound of the peak: the largest sum, over ticks, of the fewest bytes of each item at that tick
@@ -320,7 +328,7 @@ class Ledger:
     def of(trace: Trace, items: Sequence[Item], *, keeps_margin: bool = True) -> Ledger:
         """Return the table of bytes for the activations and parameters (`items`) of a trace.
 
-        `keeps_margin`: with the margin for what is not predicted.
+        `keeps_margin` says whether bytes include the margin for memory that is not predicted.
         """
         device = DEVICES[trace.device]
         allocated = partial(device.bound, is_compiled=trace.is_compiled) if keeps_margin else device.rounded
@@ -352,22 +360,23 @@ class Ledger:
         )
 
     def load(self, chosen: Ints) -> Ints:
-        """Return the bytes in memory at each operation of the step under a choice of formats, (ticks,).
+        """Return the bytes in memory at each tick under `chosen`, a storage option (row) for each group of tensors.
 
-        `chosen`: the row of each item. What the optimizer's step allocates is left out.
+        A tick is the position of an operation in the step. The memory that torch.optim's step allocates and frees is left out; `total` adds
+        it.
         """
         return self.base + self.held[chosen].sum(axis=0)
 
     def changed_load(self, load: Ints, before: Ints, after: Ints) -> Ints:
-        """Return the bytes in memory at each operation after a choice of formats changed from `before` to `after`.
-
-        `load` has the bytes before.
-        """
+        """Return the bytes in memory at each operation under the options `after`; `load` has those under `before`."""
         items = np.flatnonzero(before != after)
         return load + self.held[after[items]].sum(axis=0) - self.held[before[items]].sum(axis=0)
 
     def total(self, load: Ints, chosen: Ints) -> Ints:
-        """Return the bytes in memory at each operation, with what the optimizer's step allocates, which `load` leaves out."""
+        """Return `load`, the bytes in memory at each tick (operation), plus temporary memory of torch.optim's step.
+
+        That memory is smaller if parameters are packed; `chosen` has a storage option (row) for each group of tensors.
+        """
         if not self.transients:
             return load
         total, full = load.copy(), int(self.full_bytes[chosen].sum())
@@ -376,14 +385,14 @@ class Ledger:
         return total
 
     def peak(self, chosen: Ints) -> int:
-        """Return the peak bytes of the step under a choice of formats, with or without the margin for unpredicted memory."""
+        """Return the step's peak bytes under `chosen`, a storage option (row) for each group of tensors."""
         return int(self.total(self.load(chosen), chosen).max()) + self.workspace_bytes
 
     def changed_peaks(self, chosen: Ints, load: Ints, changes: Ints, columns: Ints | None = None) -> Ints:
-        """Return the peak bytes after each of `changes` to a choice of formats.
+        """Return the peak bytes after each of several changes of `chosen`, a storage option (row) for each item.
 
-        `load`: the bytes at each tick before. `changes` is (changes, 2): the new rows of two items, equal if one item changes. `columns`:
-        the ticks that count; None: all.
+        Items are groups of tensors. `load` has the bytes at each operation before. `changes` is an array (number of changes, 2) with the
+        new rows of two items, or twice the same row if only one item changes. `columns` are the operations to look at; None for all.
         """
         first, second = changes[:, 0], changes[:, 1]
         before, is_pair = chosen[self.item_of], first != second
@@ -405,7 +414,7 @@ class Ledger:
         return self.held[rows] if columns is None else self.held[np.ix_(rows, columns)]
 
     def error(self, chosen: Ints) -> float:
-        """Return the predicted gradient error of a choice, summed over its items."""
+        """Return the predicted gradient error of `chosen`, a storage option (row) for each group of tensors."""
         return float(self.errors[chosen].sum())
 
 
@@ -414,7 +423,7 @@ def _tick_slice(ticks: Ints, birth: int, death: int) -> slice:
 
 
 def _spans(rows: Sequence[Sequence[Interval]], allocated: Allocated) -> Ints:
-    """Return the intervals in which allocations hold bytes, (intervals, 4): row, first and last operation, bytes with margin."""
+    """Return when storage options hold memory, as an array (intervals, 4): row, first and last operation, bytes."""
     flat = [(r, i.birth, i.death, i.nbytes, i.role not in STAYING) for r, row in enumerate(rows) for i in row]
     spans = np.array(flat, dtype=np.int64).reshape(-1, 5)
     spans[:, 3] = allocated(spans[:, 3], comes_and_goes=spans[:, 4] != 0)
@@ -431,8 +440,9 @@ def _peak_ticks(spans: Ints, others: Iterable[int]) -> Ints:
 def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
     """Return the fewest and the most bytes that can be in memory at each operation, whatever formats are chosen.
 
-    `spans`: intervals as numbers (`_spans`). Between one of its births or deaths and the next, the bytes of an item are constant: such a
-    stretch takes one value for each row, not one for each tick.
+    `spans` are the intervals of all storage options as numbers (`_spans`), and `item_of` is the group of tensors of each option. The bytes
+    of a group are constant between two ticks (operations) at which one of its tensors is allocated or freed, so that each option needs one
+    value for such a stretch of ticks, not one for each tick.
     """
     row, birth, death, nbytes = spans.T
     period = int(ticks.max(initial=0)) + int(death.max(initial=0)) + 2
@@ -451,10 +461,11 @@ def _bounds(spans: Ints, item_of: Ints, ticks: Ints) -> tuple[Ints, Ints]:
 
 
 def _at_ticks(reduce: np.ufunc, cells: Ints, stretch_of: Ints, stretches: Ints, period: int) -> Ints:
-    """Return a bound of the bytes in memory at each operation, summed over items: the fewest (np.minimum) or the most (np.maximum).
+    """Return the fewest or most bytes that can be in memory at each operation, if `reduce` is np.minimum or np.maximum.
 
-    `cells`: bytes of a row in a stretch of ticks. `stretch_of`: the index of each cell's stretch in `stretches`, where a stretch is the
-    number of its item times `period` plus its first tick.
+    `cells` has, for each row (option to store a group of tensors), its bytes in each stretch of ticks in which the bytes of the group are
+    constant. `stretch_of` is the index of each cell's stretch in `stretches`, where a stretch is the number of its group times `period`
+    plus its first tick.
     """
     bytes_of = np.zeros(len(stretches), dtype=np.int64)
     bytes_of[stretch_of] = cells  # of any row
@@ -467,7 +478,7 @@ def _at_ticks(reduce: np.ufunc, cells: Ints, stretch_of: Ints, stretches: Ints, 
 
 
 def _held(spans: Ints, ticks: Ints, num_rows: int) -> Ints:
-    """Return the bytes that each storage option holds at each operation, (options, operations)."""
+    """Return the bytes that each storage option holds at each of `ticks`, as an array (options, ticks)."""
     row, birth, death, nbytes = spans.T
     width = len(ticks) + 1
     changes = np.zeros(num_rows * width, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Search strategies of `assign`: a row of METHODS for each method, and the points (peak, error) that they find.
+"""Search strategies of `assign`: METHODS has a row for each; a strategy finds choices of formats, as points with peak and error.
 
     size          the largest first, the order of "Training with Mixed-Precision Floating-Point Assignments" (2023)
     operator      inputs of matrix products and convolutions alone, the largest first; not those of the first and the last layer
@@ -6,7 +6,7 @@
     sensitivity   the least measured error per byte (`probe`); the role table, on the same scale, for slots that were not probed
     random        any order, by the seed
 
-Pins hold under every method: they state what backward needs (autograd/operations.py), and a session enforces them in any case.
+Pins, lower bounds on precision, hold under every method: backward needs them (autograd/operations.py), and a session enforces them.
 
 The greedy path goes from the baseline down to the least memory. A move gives one item an option of fewer bytes. At the tick of the
 peak, the search takes the move of least added error per byte that it frees there, which is the next corner of the item's convex hull
@@ -41,8 +41,8 @@ from paredown.formats.format import Format
 from paredown.plan.storage import significant_bits
 from paredown.plan.trace import Slot, Trace
 
-RAISED_POINTS = 100  # points of a path, at most, from which items get options of less error again
-MOST_MOVES = 200  # to a lower peak
+RAISED_POINTS = 100  # at most this many points of a path are improved by options of less error
+MOST_MOVES = 200  # most moves to a lower peak
 TIGHT_TICKS = 8  # ticks of the largest load, checked before all others
 BOUND_TICKS = 32  # ticks at which a lower bound of the peak is computed
 WORK = 40_000_000  # additions: about 0.25 s
@@ -54,7 +54,10 @@ Order = Callable[[tuple[Item, ...], int], list[int]]
 
 @dataclass(frozen=True, eq=False)
 class AssignmentPoint:
-    """A choice of formats for all slots, with its predicted peak and error. `chosen`: the row of the ledger for each item."""
+    """A candidate of `assign`: an option to store each tensor, with the predicted peak and gradient error.
+
+    `chosen` has, for each group of tensors that are stored alike, its row in the table of options (`Ledger`).
+    """
 
     chosen: Ints
     peak_bytes: int
@@ -62,13 +65,13 @@ class AssignmentPoint:
 
 
 def best_within(points: Iterable[AssignmentPoint], budget_bytes: int) -> AssignmentPoint | None:
-    """Return the choice of formats with the least error whose peak is within the budget, of equal ones that of lowest peak; or None."""
+    """Return the candidate for a plan with the least error whose peak is within the budget; None if none fits."""
     fitting = [point for point in points if point.peak_bytes <= budget_bytes]
     return min(fitting, key=lambda point: (point.error, point.peak_bytes), default=None)
 
 
 def greedy(ledger: Ledger) -> list[AssignmentPoint]:
-    """Return the choices of formats that a greedy search finds, and those that improve on them, each with its peak and error."""
+    """Return the candidates of a greedy search from the unmodified step down, and variants of them with less error."""
     path = list(downward_path(ledger))
     points = [*path, *_least(ledger)]
     chosen = path[0].chosen
@@ -83,9 +86,9 @@ def greedy(ledger: Ledger) -> list[AssignmentPoint]:
 
 
 def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
-    """Return the choices of formats that arise if slots are quantized one after the other, in this order of items.
+    """Return the candidates for a plan that arise if groups of tensors get fewer bits one by one, in this `order`.
 
-    All items get their second option one after the other, then all get their third, and so on.
+    All groups get their second storage option one after the other, then all get their third, and so on.
     """
     chosen = ledger.starts.copy()
     ends = np.append(ledger.starts[1:], len(ledger.errors))
@@ -102,15 +105,18 @@ def in_order(ledger: Ledger, order: Sequence[int]) -> list[AssignmentPoint]:
 
 
 def _point(ledger: Ledger, chosen: Ints, load: Ints) -> AssignmentPoint:
-    """Return a choice of formats with its peak and error; `load` has its bytes at each operation."""
+    """Return the candidate that stores each group of tensors by its row in `chosen`, with its peak and gradient error.
+
+    `load` has the bytes in memory at each tick (operation).
+    """
     peak_bytes = int(ledger.total(load, chosen).max(initial=0)) + ledger.workspace_bytes
     return AssignmentPoint(chosen.copy(), peak_bytes, ledger.error(chosen))
 
 
 def downward_path(ledger: Ledger) -> Iterator[AssignmentPoint]:
-    """Yield the choices of formats of the greedy search, from the baseline down, each with fewer bytes for one more slot.
+    """Yield the candidates of the greedy search, from the unmodified step to the least memory.
 
-    The item is the one that adds the least error for each byte that it frees at the peak.
+    Each stores one more group of tensors in fewer bytes: the one that adds the least error for each byte that it frees at the peak.
     """
     chosen = ledger.starts.copy()
     load = ledger.load(chosen)
@@ -126,9 +132,9 @@ def downward_path(ledger: Ledger) -> Iterator[AssignmentPoint]:
 
 
 def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
-    """Yield choices of formats with the lowest peaks at any error, which the greedy search may miss.
+    """Yield candidates with the lowest peaks at any error, which the greedy search may miss.
 
-    They start from the smallest options, and go move by move to a lower peak.
+    They start from the option with the fewest bytes of each group of tensors, and each has a lower peak than the one before.
     """
     totals = ledger.held.sum(axis=1)
     ends = np.append(ledger.starts[1:], len(ledger.errors))
@@ -147,7 +153,10 @@ def _least(ledger: Ledger) -> Iterator[AssignmentPoint]:
 
 
 def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
-    """Return the row of the ledger that lowers the peak most if its item changes to it; None if none lowers it."""
+    """Return the row of `ledger` (storage option) that lowers the peak most; None if none lowers it.
+
+    Rows are options to store a group of tensors. `chosen` has each group's row now, `load` the bytes in memory at each operation.
+    """
     total, rows = ledger.total(load, chosen), np.arange(len(ledger.errors))
     peak_bytes = int(total.max(initial=0)) + ledger.workspace_bytes
     peaks = np.zeros(0, dtype=np.int64)
@@ -158,9 +167,10 @@ def _lowest_peak(ledger: Ledger, chosen: Ints, load: Ints) -> int | None:
 
 
 def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None:
-    """Return the row in `rows` to change to with the least added error per byte freed at operation `tick`; None if none frees any.
+    """Return the option in `rows` that adds the least error per byte freed at `tick`; None if none frees any.
 
-    Of equal options, the one that frees most is returned.
+    An option is a row of `ledger`; `chosen` has the row of each group of tensors now. Of equal options, the one that frees most is
+    returned.
     """
     current = chosen[ledger.item_of]
     column = ledger.held[:, tick]
@@ -173,9 +183,10 @@ def _cheapest(ledger: Ledger, chosen: Ints, rows: Ints, tick: int) -> int | None
 
 
 def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> Ints | int:
-    """Return the bytes that each storage option frees while the optimizer steps; 0 if `tick` lies outside of its step.
+    """Return the bytes that each storage option (row) frees in the temporary memory of torch.optim's step.
 
-    `current`: for each option, the row that its item has now.
+    They are 0 unless `tick` is in that step. `chosen` has the row of each group of tensors now, `current` the row that each option would
+    replace.
     """
     freed: Ints | int = 0
     full = int(ledger.full_bytes[chosen].sum())
@@ -186,9 +197,9 @@ def _freed_in_step(ledger: Ledger, chosen: Ints, current: Ints, tick: int) -> In
 
 
 def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes: int) -> list[AssignmentPoint]:
-    """Return choices of formats with less error than `point`, by wider formats, and a peak of at most `cap_bytes`.
+    """Return a list of one candidate with less error than `point` and a peak within `cap_bytes`, or an empty list.
 
-    The largest error is lowered first; the list is empty if no wider format fits. `load` has the bytes of `point` at each tick.
+    The candidate gives tensors wider formats, the largest error first. `load` has the bytes of `point` at each operation.
     """
     chosen, cap = point.chosen.copy(), cap_bytes - ledger.workspace_bytes
     while (row := _raisable(ledger, chosen, load, cap)) is not None:
@@ -199,7 +210,11 @@ def raised_points(ledger: Ledger, point: AssignmentPoint, load: Ints, cap_bytes:
 
 
 def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
-    """Return the row to change to that removes most error and keeps the peak within `cap` bytes; None if there is none."""
+    """Return the row (storage option) that removes most error with a peak within `cap` bytes; None if there is none.
+
+    `chosen` has the row of each group of tensors now, and `load` the bytes at each operation; `cap` must leave out the workspace of
+    libraries.
+    """
     current = chosen[ledger.item_of]
     gains = ledger.errors[current] - ledger.errors
     rows = np.flatnonzero(gains > 0)
@@ -219,7 +234,7 @@ def _raisable(ledger: Ledger, chosen: Ints, load: Ints, cap: int) -> int | None:
 
 
 class PointFront:
-    """The Pareto front of choices of formats: none of them is beaten by another in both peak memory and error."""
+    """The Pareto front of candidates for a plan: none is beaten by another in both peak memory and error."""
 
     def __init__(self) -> None:
         self.points: list[AssignmentPoint] = []
@@ -227,7 +242,7 @@ class PointFront:
         self._errors: list[float] = []
 
     def add(self, point: AssignmentPoint) -> bool:
-        """Add a choice of formats to the front, drop those that it beats, and return whether it was added."""
+        """Add `point` and drop those that it beats, unless one of them beats it; return whether it was added."""
         index = bisect_right(self._peaks, point.peak_bytes)
         if index and self._errors[index - 1] <= point.error:
             return False
@@ -240,18 +255,18 @@ class PointFront:
         return True
 
     def has(self, point: AssignmentPoint) -> bool:
-        """Return whether this choice of formats is on the front."""
+        """Return whether `point`, a candidate for a plan, is on the front."""
         index = bisect_right(self._peaks, point.peak_bytes)
         return bool(index) and self.points[index - 1] is point
 
     def could_add(self, least_peaks: Ints, errors: np.ndarray) -> Ints:
-        """Return the indices of candidates that join the front if their peaks are as low as possible (`least_peaks`)."""
+        """Return the indices of candidates with these errors that would join the front at the peaks `least_peaks`."""
         front_errors = np.array([np.inf, *self._errors])
         error_to_beat = front_errors[np.searchsorted(np.array(self._peaks, dtype=np.int64), least_peaks, side="right")]
         return np.flatnonzero(errors < error_to_beat)
 
     def promising(self, peaks: Ints, errors: np.ndarray) -> Ints:
-        """Return the indices of candidates that join the front; of candidates with equal peaks, the one of least error."""
+        """Return the indices of candidates with these peaks and errors that neither the front nor others beat."""
         better = self.could_add(peaks, errors)
         better = better[np.lexsort((errors[better], peaks[better]))]
         lowest = np.minimum.accumulate(np.append(np.inf, errors[better]))[:-1]
@@ -259,7 +274,7 @@ class PointFront:
 
 
 def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[AssignmentPoint]:
-    """Return the Pareto front of `points` and of all choices of formats that differ from them in one or two slots."""
+    """Return the Pareto front (peak, error) of `points` and of variants with one or two storage options changed."""
     front = PointFront()
     for point in points:
         front.add(point)
@@ -280,10 +295,10 @@ def exchange_options(ledger: Ledger, points: Iterable[AssignmentPoint]) -> list[
 
 
 def _neighbours(ledger: Ledger, point: AssignmentPoint, front: PointFront) -> tuple[Ints, Ints, np.ndarray, int]:
-    """Return changes of one or two slots that turn a choice of formats into one that could join the front.
+    """Return changes of one or two storage options that turn `point` into a candidate that could join the front.
 
-    The result has their peaks and errors too. A change is a pair of rows of the ledger, which are equal if one item changes. The last
-    result is the number of additions that computing all changes takes.
+    The result is (changes, peaks after them, errors after them, number of additions to compute them). A change is a pair of rows of the
+    ledger, the new options of two groups of tensors, or twice the same row if only one changes.
     """
     current = point.chosen[ledger.item_of]
     rows = np.flatnonzero(current != np.arange(len(current)))
@@ -317,7 +332,11 @@ def _highest_ticks(total: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class AssignMethod:
-    """A method of `assign`: the order in which slots are quantized (None: greedy search), and which activations it may quantize."""
+    """A method of `assign`, such as "size" or "role": how it finds formats, and which tensors it may quantize.
+
+    `order` sorts the groups of tensors that get fewer bits one by one; None means a greedy search. `eligible` returns the names of
+    activations that may be quantized; None means all.
+    """
 
     name: str
     note: str
@@ -328,7 +347,10 @@ class AssignMethod:
     keeps_residue: bool = False  # whether trained weights are unmodified, or packed with a residue
 
     def points(self, ledger: Ledger, seed: int) -> list[AssignmentPoint]:
-        """Return the choices of formats that this method finds, each with its predicted peak and error."""
+        """Return the candidates for a plan that this method finds, each with its predicted peak and error.
+
+        `seed` is used by the method "random" alone.
+        """
         if self.order is not None:
             return in_order(ledger, self.order(ledger.items, seed))
         return exchange_options(ledger, greedy(ledger))
@@ -345,7 +367,7 @@ def _shuffled(items: tuple[Item, ...], seed: int) -> list[int]:
 
 
 def _inputs_of_products(trace: Trace) -> frozenset[str]:
-    """Return the names of saved inputs of matrix products and convolutions, without the first and the last of the network."""
+    """Return the names of the saved inputs of matrix products and convolutions, without the first and the last."""
     inputs = [
         slot
         for slot in sorted(trace.activations, key=lambda slot: slot.birth)
@@ -374,15 +396,15 @@ METHODS: Mapping[str, AssignMethod] = MappingProxyType({row.name: row for row in
 
 
 def role_table_error(slot: Slot, format: Format) -> float:
-    """Return the predicted gradient error of a slot in a format, by the role table."""
+    """Return the predicted gradient error if the activation `slot` is stored in `format`, by a table of factors."""
     return slot_error(slot.savers, format)
 
 
 def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -> ErrorOf:
-    """Return a function (slot, format) -> measured gradient error; `ladder` lists the formats, the most precise first.
+    """Return a function (slot, format) -> gradient error of an activation in that format, from measurements.
 
-    A slot that was not probed has the error of the role table, scaled by median(measured / predicted). A format later in the ladder never
-    has a smaller error than one before it, whatever the noise of the measurement.
+    An activation that was not probed has the error of the role table, scaled by median(measured / predicted). `ladder` lists formats, the
+    most precise first; a later format never has a smaller error than an earlier one, whatever the noise of the measurement.
     """
     formats = [format for format in ladder if format is not None]
     probed = [(slot, name) for slot in trace.activations if (name := _probed_name(slot, sensitivities)) is not None]
@@ -401,7 +423,7 @@ def measured_error(trace: Trace, sensitivities: Sensitivities, ladder: Ladder) -
 
 
 def _probed_name(slot: Slot, sensitivities: Sensitivities) -> str | None:
-    """Return the name under which sensitivities have a slot, which may be that of another operation; None if they lack it."""
+    """Return the name of a tensor in `sensitivities`, its own or that of an operation that saved it, or None."""
     return next(iter(sensitivities.known((slot.name, *slot.names))), None)
 
 
@@ -410,9 +432,9 @@ def _ratio(measured: float | None, expected: float) -> float:
 
 
 def ladder_for(eligible: Iterable[str] | None, ladder: Ladder) -> Callable[[Slot], Ladder]:
-    """Return a function from a slot to its allowed formats: all of `ladder`, or only the most precise one.
+    """Return a function from an activation to its allowed formats: all of `ladder`, or only the most precise one.
 
-    `ladder` lists formats, the most precise first. `eligible`: names of the slots that may have all of them; None for all slots.
+    `ladder` lists formats, the most precise first. `eligible` names the activations that may have all of them; None for all.
     """
     if eligible is None:
         return lambda slot: ladder

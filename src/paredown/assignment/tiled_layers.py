@@ -1,6 +1,6 @@
-"""Layers in tiles, which `assign` uses where no other plan fits: they round nothing, but run MLPs, norms and projections once more.
+"""Runs layers in tiles where `assign` finds no other plan that fits: tiles round nothing, but run MLPs, norms and projections once more.
 
-Lengths of a piece are tried from the longest, since short pieces take the host longer.
+Tiles are pieces of the sequence. Their lengths are tried from the longest on, since short pieces take the host longer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ SENTENCE = "Modules of {} layers that act on tokens one by one run over pieces o
 
 
 def tiled_steps(trace: Trace) -> Iterator[tuple[Trace, Tiles]]:
-    """Yield traces of the step with its repeated layers in tiles, each with the rules for these tiles, the longest pieces first."""
+    """Yield (trace, rules) of the step with layers that run over pieces of the sequence, longer pieces first.
+
+    A rule is (path or pattern of modules, tokens of a piece), as in `Plan.tiles`.
+    """
     modules = [module for module in trace.token_modules if not module.whole and not module.is_linear]
     layers = [path for path in repeated_layers(trace) if any(is_inside(module.path, path) for module in modules)] if modules else []
     longest = max((module.tokens for module in modules if any(is_inside(module.path, path) for path in layers)), default=0)
@@ -32,5 +35,5 @@ def tiled_steps(trace: Trace) -> Iterator[tuple[Trace, Tiles]]:
 
 
 def say_tiled(tiles: Tiles) -> str:
-    """Return a sentence on the layers in tiles for a plan's reason; "" without tiles."""
+    """Return a sentence for the reason of a plan about layers that run over pieces of the sequence; "" if none do."""
     return f" {SENTENCE.format(len(tiles), tiles[0][1])}" if tiles else ""

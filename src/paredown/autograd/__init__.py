@@ -1,1 +1,1 @@
-"""Reading a live step: the table of operations, autograd's graph, the watch over modules, hooks and activation checkpointing."""
+"""Reads a running training step: table of operations, autograd's graph, calls of modules, activation checkpointing."""

@@ -1,8 +1,8 @@
-"""What torch.utils.checkpoint keeps until backward: the inputs of a layer, and whether they may be quantized.
+"""Finds the layer inputs that torch.utils.checkpoint keeps until backward, and decides which may be quantized.
 
 A checkpointed layer runs again in backward, from its inputs. Tensors among its positional arguments are kept as saved tensors, which take
 hooks like those of autograd's graph: by a `CheckpointFunction` node with use_reentrant=True, otherwise by the frame of the checkpoint,
-which its saved-tensor hooks refer to. `Watch` reports them as slots:
+which its saved-tensor hooks refer to. `Watch` (module_watch.py) reports them under these slot names:
 
     layers.3:checkpoint.input       the input of the checkpointed layer `layers.3`; a second tensor is `layers.3:checkpoint.input2`
     encoder:checkpoint#2.input      of the second checkpoint in the forward of `encoder` whose function passes the input to no module
@@ -91,9 +91,10 @@ def running_checkpoint() -> Any:
 
 
 def inputs_of(frame: Any) -> list[tuple[Any, Tensor]]:
-    """Return (handle, tensor) of each input of a checkpointed layer that is kept for backward and may be stored packed.
+    """Return (handle, tensor) for each input that torch.utils.checkpoint keeps of a layer, and that may be packed.
 
-    `frame`: the frame that torch.utils.checkpoint made for the checkpoint.
+    A handle is autograd's `SavedTensor`, which takes hooks. `frame`: the object in which torch.utils.checkpoint keeps the checkpoint's
+    state.
     """
     saver = getattr(frame, "input_saver", None)
     if saver is not None:  # torch 2.11: a node that no graph reaches; the first tensor that it saved is a placeholder
@@ -120,9 +121,10 @@ def key_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def describe_input(place: str, number: int, raw: Any, tensor: Tensor, kind: str, reason: str) -> Saved:
-    """Return the description of input `number` of a checkpoint, in the same form as that of other saved tensors.
+    """Return a description (`Saved`) of input `number` of a checkpoint, counted from 0, as for other saved tensors.
 
-    `place` is the slot's name up to the operand. `raw` is autograd's handle of the tensor. `reason` says why it is not quantized.
+    `place`: the start of its slot name, such as "layers.3:checkpoint.". `raw`: autograd's handle (`SavedTensor`) of the input. `kind`: what
+    `kind_of` returned for it. `reason`: why it must not be quantized; "" if it may be.
     """
     operand = input_operand(number)
     use = Use.EXACT if reason else Use.VALUE
@@ -141,9 +143,9 @@ def op_of(node: Any) -> str:
 
 
 def reason_exact(tensor: Tensor, output: Any, first: int, layer: nn.Module) -> str:
-    """Return why a checkpoint's input must be kept exactly, such as a comparison in the layer; "" if it may be quantized.
+    """Return why the checkpoint input `tensor` must stay exact, such as a comparison in the layer; "" if it need not.
 
-    `output`: what the layer returned. `first`: the sequence number of the layer's first autograd node.
+    `output`: the layer's output. `first`: the sequence number of the layer's first autograd node.
     """
     if not tensor.requires_grad:
         return NO_GRADIENT
@@ -160,7 +162,7 @@ def _routers_in(layer: nn.Module) -> list[str]:
 
 
 def router_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the weights that score experts, by name: with rounded ones, tokens would go to other experts.
+    """Return the weights by which a model chooses experts, by name; if they were rounded, tokens would go to other experts.
 
     >>> class SparseMoeBlock(nn.Module):
     ...     def __init__(self):
@@ -185,7 +187,7 @@ def _is_read(tensor: Tensor, nodes: Iterable[Any]) -> bool:
 
 
 def _selects_weights(node: Any) -> bool:
-    """Return whether a node selects rows of a parameter, such as a table of position biases."""
+    """Return whether an indexing node selects rows of a parameter, such as a table of position biases."""
     before = node.next_functions[0][0] if node.next_functions else None
     while before is not None and op_of(before) in SAME_VALUES:
         before = before.next_functions[0][0]
@@ -197,9 +199,9 @@ def _selects_weights(node: Any) -> bool:
 
 @dataclass(eq=False, slots=True)
 class HiddenLayer:
-    """A module that runs under no_grad during a training step, as the layer of a checkpoint with use_reentrant=True does.
+    """Records a module that runs under no_grad in a training step, like the layer of a use_reentrant=True checkpoint.
 
-    `inputs`: `key_of` each argument that needs a gradient -> whether a module inside got it.
+    `inputs` maps the `key_of` each argument that needs a gradient to whether a submodule was seen to get this argument.
     """
 
     module: nn.Module
@@ -214,11 +216,14 @@ class HiddenLayer:
         return HiddenLayer(module, path, inputs) if inputs else None
 
     def enter(self, args: Any) -> None:
-        """Record which of the layer's inputs are passed to a module that the layer calls."""
+        """Record which inputs of the layer are among `args`, the arguments of a submodule that the layer calls."""
         self.inputs.update({key: True for arg in _differentiable(args) if (key := key_of(arg)) in self.inputs})
 
     def reason_exact(self, tensor: Tensor) -> str:
-        """Return why this input of the layer must be kept exactly; "" if it may be quantized."""
+        """Return why the checkpoint input `tensor` must not be quantized, such as a comparison in the layer; "" if it may be.
+
+        `output`: the layer's output. `first`: the sequence number of the layer's first autograd node.
+        """
         if not tensor.requires_grad:
             return NO_GRADIENT
         routers, comparing = _routers_in(self.module), _comparing_in(self.module)
@@ -247,31 +252,34 @@ def _differentiable(args: Any) -> list[Tensor]:
 
 
 class Checkpoints:
-    """Finds the inputs that checkpointed layers keep for backward, and describes them as slots."""
+    """Finds the inputs that checkpointed layers keep for backward, and describes them, so that `Watch` can report them."""
 
     def __init__(self) -> None:
         self.reports_inputs = True
-        self.reported: set[str] = set()  # paths of layers whose inside was reported once
+        self.reported: set[str] = set()  # paths of layers whose saved tensors were reported once
         self.on_recomputation: Callable[[], Store] | None = None  # starts the second forward pass of a checkpointed layer
-        self._recomputed: dict[str, RecomputedLayer] = {}  # by the path of the layer's call
+        self._recomputed: dict[str, RecomputedLayer] = {}  # layers of other checkpoints, by the path of their call
         self.reentrant: dict[nn.Module, bool] = {}  # layers of reentrant checkpoints -> whether to follow their second passes
-        self.in_second_passes: set[str] = set()  # names of the slots that they saved in the first step
+        self.in_second_passes: set[str] = set()  # slot names of the tensors that these layers saved in the first step
         self._reasons_exact: dict[tuple[str, bool], str] = {}  # (slot of an input, whether it needs a gradient) -> reason
 
     def store_by(self, on_recomputation: Callable[[], Store]) -> None:
-        """Set the function that packs the tensors that a checkpointed layer saves when backward runs the layer again.
+        """Set the function `on_recomputation`, which is called when backward begins to run a checkpointed layer again.
 
-        `on_recomputation` is called for each such run, and returns a function that packs one saved tensor.
+        It must return a function that packs tensors, which is called with each tensor that the layer saves in this run.
         """
         self.on_recomputation = on_recomputation
 
     @property
     def lacks_second_passes(self) -> bool:
-        """Whether the tensors of some reentrant checkpoints have no names yet, since backward has not run these layers."""
+        """Return whether it is not known yet what layers under use_reentrant=True save, since backward has not run them."""
         return bool(self.reentrant) and not self.in_second_passes
 
     def find(self, current: Pass, args: Any) -> None:
-        """Record the checkpoint that runs when its first module is called with `args`; do nothing if no checkpoint runs."""
+        """Note in the forward pass `current` that a checkpoint runs, when the first module in it is called with `args`.
+
+        Do nothing if no checkpoint runs, or if the running one was noted before.
+        """
         frame = running_checkpoint()
         if frame is None or frame in current.checkpoints or not self.reports_inputs:
             return
@@ -282,14 +290,20 @@ class Checkpoints:
         call.checkpoint = frame, f"{call.path}:{CHECKPOINT}." if is_passed_on else _place_in(parent)
 
     def inputs(self, current: Pass, call: ModuleCall, output: Any) -> list[Saved]:
-        """Return descriptions of the inputs of the checkpoint in which `call` was the first call of a module."""
+        """Return a description of each input of a checkpoint, when the first module that was called in it returns.
+
+        `call`: the call of that module. `output`: what the module returned.
+        """
         assert call.checkpoint is not None
         frame, place = call.checkpoint
         inputs = [(raw, tensor) for raw, tensor in inputs_of(frame) if has_storage(tensor)]
         return self._described(current, place, inputs, lambda tensor: reason_exact(tensor, output, call.first, call.module))
 
     def follow(self, current: Pass, call: ModuleCall) -> None:
-        """Prepare a checkpoint to pack the tensors that its layer saves in backward; `call` was the layer's first call of a module."""
+        """Make a checkpoint pack the tensors that its layer saves when backward runs the layer again.
+
+        `call`: the first call of a module in the checkpoint.
+        """
         assert call.checkpoint is not None
         frame = call.checkpoint[0]
         if self.on_recomputation is not None and call.is_checkpointed:
@@ -300,7 +314,10 @@ class Checkpoints:
         self.reported.add(call.path)
 
     def reentrant_inputs(self, node: Any, current: Pass, call: ModuleCall) -> list[Saved]:
-        """Return descriptions of the inputs that a checkpoint with use_reentrant=True saved in its autograd node."""
+        """Return descriptions of the inputs that a checkpoint with use_reentrant=True saved in its autograd node `node`.
+
+        `call`: the module call in which the checkpoint ran.
+        """
         layer = current.hidden_layers.get(node._sequence_nr())
         place = f"{layer.path}:{CHECKPOINT}." if layer is not None else _place_in(call)
         if layer is not None and self.on_recomputation is not None:
@@ -322,6 +339,9 @@ class Checkpoints:
 
 
 def _place_in(call: ModuleCall) -> str:
-    """Return the beginning of the slot names for inputs of the next checkpoint in a module's forward."""
+    """Return the start of slot names for inputs of the next checkpoint in a module's forward: "encoder:checkpoint#2.".
+
+    The checkpoint is counted in `call`, the running call of that module.
+    """
     call.counts[CHECKPOINT] = count = call.counts.get(CHECKPOINT, 0) + 1
     return f"{call.path}:{CHECKPOINT}." if count == 1 else f"{call.path}:{CHECKPOINT}#{count}."

@@ -41,9 +41,10 @@ WEIGHT_PRESERVING = frozenset((*VIEWS, CAST_NODE, "ExpandBackward0", "ReshapeBac
 
 @dataclass(eq=False, slots=True)
 class Saved:
-    """A description of a tensor that an autograd node saved: slot name, operation, and what backward needs.
+    """Describes a tensor that an autograd node saved: its slot name, its operation, and what backward needs of it.
 
-    Do not store `tensor`, `node` or `raw`: they keep the graph alive.
+    `raw` is autograd's handle (`SavedTensor`) of the tensor, which takes hooks. `tensor`, `node` and `raw` keep the graph alive: do not
+    store them.
     """
 
     name: str
@@ -60,81 +61,81 @@ class Saved:
     node: Any
     raw: Any
     tensor: Tensor | None  # None for "hooked"
-    slot: Any = None  # set by the receiver of the description, which gets it again with later tensors in the same place
+    slot: Any = None  # set by the function that gets the description, and gets it again when the operation runs again
 
     @property
     def needs(self) -> Needs:
-        """What backward needs of the tensor: all values, only one bit per value (a sign or a mask), or only an index."""
+        """Return what backward needs of the tensor (values, bits, an index ...), and the limits on its format."""
         return Needs(self.use, self.pin, self.is_centered)
 
     def again(self, kind: str, node: Any, raw: Any, tensor: Tensor) -> Saved:
-        """Return this description for the tensor that the same operation saved in a later forward pass.
+        """Return a copy of this description for the tensor that the same operation saved in a later forward pass.
 
-        `raw`: autograd's handle of that tensor.
+        `kind`, `node`, `raw` (autograd's handle) and `tensor` are those of the later pass.
         """
         described = self.use, kind, self.pin, None, self.reason, self.is_centered
         return Saved(self.name, self.module, self.op, self.operand, *described, self.attribute, node, raw, tensor)
 
 
 class ModuleCall:
-    """A module whose forward is running.
+    """Describes a running call of a module's forward, from which the tensors that are saved in the call get their names.
 
     Attributes that few calls set have their defaults in the class, which saves time.
     """
 
-    needs: tuple[bool, ...] = ()  # which of its arguments require a gradient
-    checkpoint: tuple[Any, str] | None = None  # (frame, slot name of its inputs) of the checkpoint whose first module this is
+    needs: tuple[bool, ...] = ()  # for each tensor among its arguments, whether it requires a gradient
+    checkpoint: tuple[Any, str] | None = None  # (frame, slot name of inputs) of a checkpoint, if this is the first call in it
 
     def __init__(self, module: nn.Module, path: str, is_plain_leaf: bool, first: int) -> None:
-        """Begin a call. `path` ends with @2 for a second call of the module; `first` is the number of the first node created in it."""
+        """Begin a call of the module at `path`; the path ends with @2 for the module's second call in a forward pass.
+
+        `is_plain_leaf`: what the function of this name returned. `first`: the number of the first autograd node that the call creates.
+        """
         self.module, self.path, self.is_plain_leaf, self.first = module, path, is_plain_leaf, first
         self.counts: dict[str, int] = {}  # operation -> number of nodes that saved tensors
 
     @property
     def is_checkpointed(self) -> bool:
-        """Whether the module is the layer of a checkpoint with use_reentrant=False."""
+        """Return whether the called module is the layer of a checkpoint with use_reentrant=False."""
         return self.checkpoint is not None and self.checkpoint[1].startswith(f"{self.path}:")
 
 
 @dataclass(eq=False, slots=True)
 class Pass:
-    """A forward pass that is running: of the whole model, of a part of the model in another thread, or of a checkpointed layer in
-    backward.
-    """
+    """Describes a running forward pass of the model, of a submodule, or of a layer that backward runs again."""
 
     inputs: frozenset[int]  # storages of the caller's arguments
     modules: Iterable[nn.Module]
     calls: list[ModuleCall]
     seen: set[int] = field(default_factory=set)
-    unreached: int = 0  # nodes created so far that no output reached when the graph was last read
+    unreached: int = 0  # number of nodes created so far that no output led to when the graph was last read
     times: dict[str, int] = field(default_factory=dict)
-    over: nn.Module | None = None  # the running module whose inside is not followed; None if there is none
-    is_repeated: bool = False  # whether `over` is a checkpointed layer; its calls inside are only counted
-    # nodes that branches in other threads have read; held as objects, since numbers of other threads overlap
+    over: nn.Module | None = None  # the running module whose submodules are not followed; None if there is none
+    is_repeated: bool = False  # whether `over` is a checkpointed layer; calls of its submodules are only counted
+    # nodes that were read in other threads (branches); held as objects, since numbers of other threads overlap
     of_threads: set[Any] = field(default_factory=set)
-    checkpoints: set[Any] = field(default_factory=set)  # checkpoints seen so far, with one that encloses the whole pass
-    hooked: list[Saved] = field(default_factory=list)  # tensors that the running checkpoint holds so far
+    checkpoints: set[Any] = field(default_factory=set)  # frames of checkpoints seen so far, also one around the whole pass
+    hooked: list[Saved] = field(default_factory=list)  # tensors that the running checkpoint's hooks have replaced so far
     hidden: Any = None  # the `HiddenLayer` that runs under no_grad
     hidden_layers: dict[int, Any] = field(default_factory=dict)  # by the number of the last node before the layer
-    is_branch: bool = False  # whether this is the branch of another thread
-    stops: frozenset[Any] = frozenset()  # nodes of the branch's arguments, which another thread created
+    is_branch: bool = False  # whether the pass runs a submodule in another thread than the model's
+    stops: frozenset[Any] = frozenset()  # nodes of a branch's arguments, which another thread created
     saves: Any = None  # `ReentrantSaves` of the second forward pass of a checkpointed layer
-    # `graph_parts.Segment` of the last pass that entered through the same module, by the path of a call and whether it was read before it
+    # recorded `graph_parts.Segment`s of the last pass that began with the same module: (path of a call, whether read before it) -> segment
     segments: dict[tuple[str, bool], Any] = field(default_factory=dict)
-    entrance: nn.Module | None = None  # the module inside of the model whose call began the pass; None if the model's call did
-    depth: int = 0  # running calls of `entrance`
+    entrance: nn.Module | None = None  # the submodule with whose call the pass began; None if it began with the model's
+    depth: int = 0  # number of running calls of `entrance`
     _constants: dict[int, tuple[str, Tensor]] | None = None
 
     @property
     def in_checkpoint(self) -> bool:
-        """Whether a layer under torch.utils.checkpoint is running in this pass."""
+        """Return whether a layer under torch.utils.checkpoint is running in this pass."""
         return any(call.checkpoint is not None for call in self.calls)
 
     def kind_of_constant(self, storage: int) -> str | None:
-        """Return "weight" or "buffer" if a parameter or buffer of the model is in this storage now, else None.
+        """Return "weight" or "buffer" if a parameter or a buffer has the storage at this address now, else None.
 
-        A packed weight has its decoded storage only while its module runs. Then the storage is freed, and an activation may get its
-        address.
+        A packed weight has a storage only while its module runs; when that storage was freed, an activation may get its address.
         """
         if self._constants is None:
             self._constants = constants_of(self.modules)
@@ -157,14 +158,14 @@ def constants_of(modules: Iterable[nn.Module]) -> dict[int, tuple[str, Tensor]]:
 
 
 def is_around(running: Pass, module: nn.Module) -> bool:
-    """Return whether a module that another thread calls is a part of the module with whose call the pass `running` began."""
+    """Return whether `module` is inside the module whose call began `running`, a forward pass of another thread."""
     entrance = running.entrance
     return entrance is None or (module is not entrance and any(part is module for part in entrance.modules()))
 
 
 @contextmanager
 def passed_over(current: Pass | None) -> Generator[None]:
-    """Return a context in which the forward pass `current` does not record module calls; None if no pass is running."""
+    """Return a context in which the pass `current` (None if none is running) does not record calls of modules."""
     if current is None or current.over is not None:
         yield
         return
@@ -176,12 +177,12 @@ def passed_over(current: Pass | None) -> Generator[None]:
 
 
 def covers_storage(tensor: Tensor) -> bool:
-    """Return whether a view is packed together with the rest of its storage, rather than alone."""
+    """Return whether packing a saved tensor packs all of its storage, rather than the values of the tensor alone."""
     return is_packed_whole(tensor, tensor.untyped_storage().nbytes())
 
 
 def packable_bytes(tensor: Tensor) -> int:
-    """Return the number of bytes that packing a saved tensor replaces: those of its storage, or of the tensor alone."""
+    """Return the bytes that packing a saved tensor would free: those of its whole storage, or of the tensor alone."""
     storage_bytes = tensor.untyped_storage().nbytes()
     return storage_bytes if is_packed_whole(tensor, storage_bytes) else tensor.nbytes
 
@@ -199,7 +200,7 @@ def is_packed_whole(tensor: Tensor, storage_bytes: int) -> bool:
 
 
 def _lies_in_blocks(tensor: Tensor) -> bool:
-    """Return whether the memory of `tensor` consists of contiguous runs that begin and end at multiples of a block's length."""
+    """Return whether the memory of `tensor` consists of contiguous runs that begin and end at multiples of BLOCK values."""
     run, outer_strides = 1, list[int]()
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if stride == run and not outer_strides:
@@ -210,7 +211,10 @@ def _lies_in_blocks(tensor: Tensor) -> bool:
 
 
 def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
-    """Return (number, node) of the autograd nodes behind `values` that were created since the last call, in order."""
+    """Return (number, node) of the autograd nodes that lead to `values` and were not returned before, sorted by number.
+
+    `forward`: the forward pass; only nodes that were created in it are returned.
+    """
     stack: list[Any] = [t.grad_fn for t in tensors_in(values) if t.grad_fn is not None]
     nodes: list[tuple[int, Any]] = []
     first, last, seen = forward.calls[0].first, next_number(), forward.seen  # nodes of other threads may have numbers beyond these
@@ -231,7 +235,7 @@ def new_nodes(values: Any, forward: Pass) -> list[tuple[int, Any]]:
 
 
 def nodes_behind(values: Any, first: int) -> list[Any]:
-    """Return the autograd nodes that lead to `values`, without leaves and those older than sequence number `first`."""
+    """Return the autograd nodes that lead to `values`, without leaves and nodes older than sequence number `first`."""
     pending: list[Any] = [t.grad_fn for t in tensors_in(values)]
     nodes: dict[Any, None] = {}
     while pending:
@@ -244,9 +248,10 @@ def nodes_behind(values: Any, first: int) -> list[Any]:
 
 @cache
 def attributes(node_name: str, node_type: type, only_major: bool) -> tuple[tuple[str, str, str], ...]:
-    """Return the names of the Python attributes under which autograd nodes of one type have each saved tensor and its handle.
+    """Return the names by which a type of autograd node exposes each tensor that it saves, as triples.
 
-    If `only_major`, statistics, library state and parameters are left out.
+    The triple of the operand `self` is ("self", "_raw_saved_self", "_saved_self"): its name, the attribute with autograd's handle and the
+    attribute with the tensor. If `only_major`, statistics, library state and parameters are left out.
     """
     names = (a.removeprefix("_raw_saved_") for a in dir(node_type) if a.startswith("_raw_saved_"))
     operands = row_of(node_name).operands
@@ -258,10 +263,10 @@ Named = tuple[str, Any, Tensor | None]
 
 
 def saved_of(node: Any, name: str, only_major: bool) -> list[Named]:
-    """Return autograd's name, handle and value of each tensor that `node` saved.
+    """Return (autograd's name, handle, tensor or None) for each tensor that `node` saved.
 
-    The value is None if hooks of other code hold it. `name`: that of the node. If `only_major`, statistics, library state and
-    parameters are left out.
+    The handle is autograd's `SavedTensor`. The tensor is None if hooks of other code hold it. `name`: the node's name. If `only_major`,
+    statistics, library state and parameters are left out.
     """
     saved: list[Named] = []
     if isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -286,9 +291,9 @@ def saved_of(node: Any, name: str, only_major: bool) -> list[Named]:
 
 
 def _read(saved: list[Named], names: Sequence[str], raws: Sequence[Any], node: Any, attribute: str) -> None:
-    """Append the tensors in a list of saved tensors of a node to `saved`, each with its name and handle.
+    """Append (name, handle, tensor or None) to `saved` for each tensor in a list of tensors that a node saved.
 
-    `attribute`: the name of that list on `node`. `names`, `raws`: the name and autograd's handle of each tensor.
+    `attribute`: the name of that list on `node`. `names`, `raws`: the names and autograd's handles of the tensors.
     """
     hooks = [raw.unpack_hook for raw in raws]
     if any(hook is not None for hook in hooks):  # reading the tensors would run the hooks
@@ -304,12 +309,16 @@ def _read(saved: list[Named], names: Sequence[str], raws: Sequence[Any], node: A
 
 
 def is_of_weight(hook: Any) -> bool:
-    """Return whether this saved-tensor hook is that of a packed weight, which is not reported as an activation."""
+    """Return whether a saved-tensor hook was registered for a packed weight, which is not reported as an activation."""
     return getattr(hook, IS_WEIGHT, False)
 
 
 def describe(node: Any, row: OperationRow, named: Named, forward: Pass, call: ModuleCall) -> Saved:
-    """Return the description of a tensor that a node saved: its slot name, and what backward needs of it."""
+    """Return the description of a tensor that a node saved: its slot name, and what backward needs of it.
+
+    `row`: the node's operation in the table of operations. `named`: what `saved_of` returned for the tensor. `forward` and `call`: the
+    forward pass and the module call in which the node was created.
+    """
     attribute, raw, tensor = named
     operand = row.operands.get(attribute) or (row.others and replace(row.others, name=attribute))
     if operand is None:
@@ -335,7 +344,7 @@ def _bound(operand: Operand, node: Any) -> int | None:
 
 
 def _prefix(call: ModuleCall, op: str) -> str:
-    """Return the part of a slot name between the module and the operand: "", "mul." or "mul#2."."""
+    """Return the part of a slot name between module and operand: "", "mul.", or "mul#2." for a call's second product."""
     if call.is_plain_leaf and len(call.counts) == 1 and 1 in call.counts.values():
         return ""
     count = call.counts.get(op, 1)
@@ -343,7 +352,10 @@ def _prefix(call: ModuleCall, op: str) -> str:
 
 
 def kind_of(tensor: Tensor, operand: str, forward: Pass) -> str:
-    """Return the kind of a saved tensor: "activation", "weight" (a parameter, its view or cast), "buffer" or "input" (of the model)."""
+    """Return what a saved tensor is: "activation", "weight" (a parameter, its view or cast), "buffer" or "input".
+
+    `operand`: its name in the table of operations. An input is a tensor of the caller of `forward`, the running forward pass.
+    """
     node = tensor.grad_fn
     if node is not None:
         while node is not None and node.name() in WEIGHT_PRESERVING:
@@ -369,7 +381,7 @@ def is_view_modified_in_place(tensor: Tensor) -> bool:
 
 
 def tensors_in(values: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Yield the tensors in nested containers, and in attributes of objects in these, up to `depth` levels deep."""
+    """Yield the tensors in nested containers and in attributes of objects, up to `depth` levels deep."""
     if isinstance(values, Tensor):
         yield values
         return
@@ -389,5 +401,5 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def is_plain_leaf(module: nn.Module) -> bool:
-    """Return whether `module` is a module of torch.nn without children; its slots are named without an operation."""
+    """Return whether `module` is of torch.nn and has no children; slot names of tensors that it saves name no operation."""
     return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None

@@ -1,11 +1,11 @@
-"""Parts of autograd's graph that one pass read, so that later passes read what the same nodes saved without a search.
+"""Records paths in autograd's graph, so that later passes find saved tensors without a search.
 
-    GraphPart   the way from the outputs of a part to the nodes in it that saved activations
-    Segment     the part that was read when a call of a module returned, or from the arguments of one
+    GraphPart   the paths from the outputs of a part of the graph to the nodes in it that saved activations
+    Segment     the part of the graph that was read when a call of a module returned, or from the arguments of one
 
-A part is read again where a pass created as many nodes as the one before, from tensors of the same sizes and dtypes; then each node on the
-way is compared by its name. Where anything differs, `read_again` returns None and has changed nothing: the graph is searched
-(`graph.new_nodes`).
+A part is read along the same paths if a pass created as many nodes as the pass before, from tensors of the same sizes and dtypes; then the
+names of the nodes on the paths are compared. Where anything differs, `read_again` returns None and has changed nothing: the graph is
+searched (`graph.new_nodes`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from paredown.autograd.graph import Pass, Saved, next_number, tensors_in
 from paredown.autograd.operations import Operand, row_of
 
 NEEDED, NOT_NEEDED = (True,), (False,)
-FoundAgain = tuple[Saved, Any, Any, Tensor]  # description in an earlier pass; node, handle and tensor of this one
+FoundAgain = tuple[Saved, Any, Any, Tensor]  # the earlier pass's description; node, handle and tensor of this pass
 # (number, node) of nodes, and (number of the node, description) of the tensors that they saved
 Report = tuple[list[tuple[int, Any]], list[tuple[int, Saved]]]
 Moment = tuple[tuple[Any, ...], list[dict[str, int]]]  # `point_of`, and the counts of the running calls
 
 
 class SavedTrail(NamedTuple):
-    """The position of a saved tensor in autograd's graph, by which the tensor is found again in later passes."""
+    """Holds the position of a saved tensor in autograd's graph, by which later forward passes find the tensor again."""
 
     node_index: int
     raw: str
@@ -39,9 +39,10 @@ class SavedTrail(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class GraphPart:
-    """The nodes and saved tensors of a part of autograd's graph, recorded in one pass, so that later passes find them without a search.
+    """Records the paths to saved tensors in a part of autograd's graph, so that later passes need no search.
 
-    `walk` has, for nodes in the order in which they are found, the (edge, name) of those behind them; the first nodes are the `roots`.
+    Nodes are numbered in the order in which they are found, beginning with the `roots`. An item of `walk` has the number of a node, and
+    (index of the edge, name of the node) for each node that is reached from it.
     """
 
     roots: tuple[tuple[int, str], ...]  # index among the tensors that the part was read from, name of the node
@@ -50,9 +51,9 @@ class GraphPart:
 
     @staticmethod
     def of(starts: Sequence[Any], created: Mapping[int, Any], saved: Iterable[tuple[int, Saved]]) -> GraphPart:
-        """Return the part of autograd's graph behind the nodes `starts`, limited to nodes `created` in the pass (by number).
+        """Record the part of autograd's graph that leads to the nodes `starts`, among the nodes `created` in the pass.
 
-        `saved`: (number of a node, description) of each tensor that the nodes saved.
+        `created`: the nodes by number. `saved`: (number of a node, description) of each tensor that the nodes saved.
         """
         kept = [(number, one) for number, one in saved if one.kind in ("activation", "input")]
         found, edges = _reach(starts, created)
@@ -71,9 +72,9 @@ class GraphPart:
         return GraphPart(roots, walk, [_trail(places[number], created[number], one) for number, one in kept])
 
     def follow(self, starts: Sequence[Any]) -> list[FoundAgain] | None:
-        """Return (description, node, handle, tensor) of each saved tensor of this part in a later graph; None if a node differs.
+        """Return (description, node, handle, tensor) of each saved tensor at the recorded paths in the graph of a later pass.
 
-        `starts`: the nodes of the tensors that the part is read from.
+        Return None if a node differs from the recorded one. `starts`: the nodes of the tensors from which the paths begin.
         """
         nodes: list[Any] = []
         for index, name in self.roots:
@@ -105,7 +106,7 @@ class GraphPart:
 
 
 def is_plain(created: dict[int, Any], reported: list[tuple[int, Saved]]) -> bool:
-    """Return whether later passes can find the tensors that these nodes saved along the same paths.
+    """Return whether later passes can find, along the same paths, the tensors that these nodes saved.
 
     They can if no node belongs to a custom function. `created`: the nodes by number. `reported`: (number of a node, description) of
     each saved tensor.
@@ -132,10 +133,10 @@ Found = dict[int, tuple[int | None, int]]
 
 
 def _reach(starts: Sequence[Any], created: Mapping[int, Any]) -> tuple[Found, dict[int, list[tuple[int, int]]]]:
-    """Search autograd's graph from the nodes `starts`; return the path to each new node, and the older nodes at which the search ended.
+    """Search autograd's graph from the nodes `starts`; return how each node was reached, and the edges taken from it.
 
-    The first maps a node's number to (number of the node before it or None, index of the start or edge), the second to a list of (edge,
-    number). `created`: the nodes of the pass by number; no others are visited.
+    The first dict maps a node's number to (number of the previous node or None, index of the edge or start), the second to a list of
+    (edge, number of the next node). `created`: the nodes of the pass by number; no others are visited.
     """
     found, edges = Found(), dict[int, list[tuple[int, int]]]()
     queue: list[tuple[Any, int | None, int]] = [(start, None, index) for index, start in enumerate(starts)]
@@ -178,9 +179,9 @@ def needs_of(args: Any) -> tuple[bool, ...]:
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """A part of a pass that was read from autograd's graph at one moment, recorded so that the next pass is read without a search."""
+    """Records what a part of autograd's graph saved, read at one moment of a forward pass, so that the next needs no search."""
 
-    point: tuple[Any, ...]  # `point_of` the moment before it was read
+    point: tuple[Any, ...]  # `point_of` the moment before the part was read
     layouts: list[tuple[torch.Size, torch.dtype]]  # sizes and dtypes of the tensors that it was read from
     reached: list[int]  # numbers of its nodes, counted from the first node of the pass
     unreached: int  # `Pass.unreached` after it was read
@@ -189,9 +190,9 @@ class Segment:
 
     @staticmethod
     def of(start: Moment, current: Pass, found: Report, values: Any) -> Segment | None:
-        """Return the segment read from the output tensors in `values`; None if later passes cannot find it (with custom functions).
+        """Record the part of the graph that was read from `values`; return None if later passes cannot find it (`is_plain`).
 
-        `start`: the moment of the pass before it was read.
+        `start`: the moment of the pass `current` before the part was read. `found`: the nodes and saved tensors of the part.
         """
         (point, counts), (nodes, reported) = start, found
         if current.hidden is not None or not is_plain(dict(nodes), reported):
@@ -204,7 +205,10 @@ class Segment:
         return Segment(point, layouts, [number - first for number, _ in nodes], current.unreached, changed, part)
 
     def read_again(self, current: Pass, values: Any, before: int | None) -> list[FoundAgain] | None:
-        """Return the saved tensors of the same part of a later pass; None if that pass differs."""
+        """Return what the same nodes of a later pass saved; None if this pass differs from the recorded one.
+
+        `current`: the later pass. `values`: the tensors whose graph is read. `before`: as for `point_of`.
+        """
         if point_of(current, before) != self.point:
             return None
         tensors = [values] if type(values) is Tensor else list(tensors_in(values))
@@ -222,10 +226,10 @@ class Segment:
 
 
 def point_of(current: Pass, before: int | None) -> tuple[Any, ...]:
-    """Return values that identify a moment of a pass: its nodes created, seen and not reached, and its running calls.
+    """Return values that identify a moment of a pass: its counts of autograd nodes and its running module calls.
 
     The last value says which arguments of the innermost call require a gradient. `before`: the number of the first node after that moment;
-    None for the next node that is created.
+    None if the moment is now.
     """
     calls = current.calls
     created = (next_number() if before is None else before) - calls[0].first

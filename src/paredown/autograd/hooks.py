@@ -1,9 +1,9 @@
-"""Hooks on modules that do nothing in copies of a model, and hooks on the steps of all optimizers that do not keep their owner alive.
+"""Defines module hooks that do nothing in copies of a model, and optimizer hooks that do not keep their owner alive.
 
-`Hook` is registered on modules, and `num_running` tells calls that run from those that an interrupt ended. `register_weakly` is for
-optimizers: torch iterates over their hooks while it calls them, and raises a RuntimeError if one is removed meanwhile. The garbage
-collector may free an owner at any moment, in the middle of a step too: a finalizer must not remove a hook. The hook of an owner that is
-gone does nothing, and is removed before the next hook is registered.
+`Hook` is registered on modules, and `num_running` counts a module's running calls, without those that an interrupt ended.
+`register_weakly` is for optimizers: torch iterates over their hooks while it calls them, and raises a RuntimeError if one is removed
+meanwhile. The garbage collector may free an owner at any moment, in the middle of a step too, so that a finalizer must not remove a hook.
+The hook of an owner that is gone does nothing, and is removed before the next hook is registered.
 """
 
 # pyright: reportPrivateUsage=false
@@ -28,7 +28,7 @@ CALL = nn.Module._call_impl.__code__  # of every call of a module that has hooks
 
 
 class Hook:
-    """A hook on a module that is replaced by an empty one in copies of the model (deepcopy and pickle)."""
+    """Wraps a function as a module hook, which becomes an empty hook in copies of the model (deepcopy, pickle)."""
 
     def __init__(self, call: Callable[..., Any] | None = None) -> None:
         self._call = call
@@ -50,9 +50,9 @@ class Hook:
 
 
 def num_running(module: nn.Module) -> int:
-    """Return how many calls of `module` are running in this thread, found in Python's stack.
+    """Return how many calls of `module` are running in this thread, by counting their frames in Python's stack.
 
-    torch calls no forward hook after a KeyboardInterrupt: what a pre-hook began has no end then. Only the frames of Python tell.
+    Counting pre-hooks and forward hooks would not do, since torch calls no forward hook after a KeyboardInterrupt.
     """
     frame, count = sys._getframe(), 0
     while frame is not None:
@@ -62,9 +62,9 @@ def num_running(module: nn.Module) -> int:
 
 
 def call_always(module: nn.Module, handle: Any, *, is_on: bool) -> None:
-    """Set whether torch also calls a module's forward hook after a forward that raised; its output is None then.
+    """Set whether a module's forward hook is also called after a forward that raises, with None as the output.
 
-    `register_forward_hook` returned the handle.
+    `handle` is what `register_forward_hook` returned for the hook.
     """
     always: dict[int, bool] = module._forward_hooks_always_called
     always[handle.id] = True

@@ -1,10 +1,10 @@
-"""`Watch`: follows a model's forward pass and reports every tensor that autograd saves, with its slot name.
+"""`Watch` follows a model's forward pass and reports every tensor that autograd saves, with its slot name.
 
-When a module returns, the autograd graph is read backward from its outputs (autograd/graph.py), over the nodes that are new since
-the last time, in the order in which they were created. Autograd numbers its nodes; a node belongs to the innermost module that was running
+When a module returns, the autograd graph is read backward from its outputs (autograd/graph.py), and the nodes that were not read
+before are visited in the order of their creation. Autograd numbers its nodes; a node belongs to the innermost module that was running
 when its number was assigned. Where a pass has created as many nodes as the last one, they are assumed to have saved the same tensors: the
 graph is not searched again (autograd/graph_parts.py). Nothing is intercepted: the model runs unmodified. Saved tensors that hooks of other
-code hold (as checkpointing does) are reported without their values, and are not read; of a checkpoint its inputs are reported
+code hold (as checkpointing does) are reported without their values, and are not read; the inputs of checkpoints are reported
 (autograd/checkpoints.py).
 
     layer3.0.conv1:input     the input that `layer3.0.conv1`, a module of torch.nn without children, saved
@@ -13,10 +13,10 @@ code hold (as checkpointing does) are reported without their values, and are not
     encoder.3:checkpoint.input   the input that torch.utils.checkpoint keeps of the layer `encoder.3` (autograd/checkpoints.py)
 
 `model(x)` is one forward pass. With `follow_submodules`, `model.decoder(model.encoder(x))` is two: each outermost call of a module is one.
-Operations that lead from the output of one to an argument of another are read with the second (autograd/pass_chains.py).
+Operations that lead from the output of one pass to an argument of another are read with the second (autograd/pass_chains.py).
 
-Not reported: nodes that no output of a module reaches, until one does; tensors that custom functions store other than by
-`save_for_backward`; tensors that in-place operations on views save, of which `in_place_on_views` has the modules.
+Not reported: what nodes saved that do not lead to the output of a module, until they do; tensors that custom functions store other than by
+`save_for_backward`; tensors that in-place operations on views save (`in_place_on_views` has the modules of such operations).
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
@@ -49,11 +49,11 @@ BeginInside = Callable[[list[Tensor], set[int]], None]
 class Watch(SavedReports):
     """Follows the forward passes of a model by hooks, and calls `on_saved` for every tensor that autograd saves.
 
-    `attach()` registers the hooks, `detach()` removes them.
+    `attach()` registers the hooks, `detach()` removes them. Tensors of fewer than `min_numel` values are not reported.
 
     `on_begin` is called when a forward pass of the model begins and returns whether to follow it; `on_end` gets its output. `on_enter` gets
-    the path and the positional arguments of each module inside of the model that is called. `on_saved_again`, if set, is called instead
-    of `on_saved` for a tensor in a place that an earlier pass reported: with that description, the node, handle, tensor and `Pass.inputs`.
+    the path and the arguments of each submodule that is called. `on_saved_again`, if set, is called instead of `on_saved` for a tensor that
+    an operation saved in an earlier pass too: with the earlier description, the node, handle, tensor and `Pass.inputs`.
     """
 
     def __init__(
@@ -72,24 +72,25 @@ class Watch(SavedReports):
         self._passes: list[Pass] = []  # running forward passes of all threads, without branches in other threads
         self.in_threads: set[str] = set()  # modules that a thread called while several forward passes ran: not followed
         self._paths = {module: (name, is_plain_leaf(module)) for name, module in model.named_modules()}
-        self._segments: dict[nn.Module, dict[tuple[str, bool], Any]] = {}  # by the module that a pass entered through
+        self._segments: dict[nn.Module, dict[tuple[str, bool], Any]] = {}  # by the module whose call began the pass
         self._parameters = [module._parameters for module in self._paths]
         self.entrance = model  # module whose call began the last pass
-        self._needs: list[bool] = []  # which parameters required a gradient in the last pass: what operations save depends on it
+        self._needs: list[bool] = []  # which parameters required a gradient in the last pass, on which depends what is saved
         self._handles: dict[nn.Module, list[Any]] = {}
         self.follows_submodules = False  # set by `follow_submodules`
-        # called when a module's call begins a pass, with its arguments that earlier passes produced, and storages of these passes' outputs
+        # called when a submodule's call begins a pass, with those of its arguments that are made of outputs of earlier passes, and the
+        # storages of these outputs
         self.on_begin_inside: BeginInside | None = None
         self._root_hook = Hook()
-        self._known_entrances = set[nn.Module]()  # entrances of passes of which the first has ended
-        self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules: followed inside in the first pass only
-        # modules called in the first pass: inside of checkpointed ones (True), and outside (False)
+        self._known_entrances = set[nn.Module]()  # modules that began passes of which the first has ended
+        self.passed_over: frozenset[nn.Module] = frozenset()  # checkpointed modules, followed inside in the first pass only
+        # modules called in the first pass: inside of checkpointed modules (True), and outside (False)
         self._called: dict[bool, set[nn.Module]] = {True: set(), False: set()}
-        self._unfollowed = set[nn.Module]()  # inside of checkpointed modules: their hooks were removed after the first pass
+        self._unfollowed = set[nn.Module]()  # submodules of checkpointed modules, whose hooks were removed after the first pass
 
     @property
     def was_compiled(self) -> bool:
-        """Whether torch.compile has traced the whole model, in which case no module calls are seen."""
+        """Return whether torch.compile has traced the whole model, in which case hooks see no calls of modules."""
         return self._root_hook.was_compiled
 
     def attach(self, *, follows: bool = True) -> None:
@@ -116,7 +117,7 @@ class Watch(SavedReports):
     def end_first_pass(self) -> None:
         """Remove hooks that are not needed after the first forward pass, and stop reporting small tensors.
 
-        This holds for passes that enter the model through the same module as the pass that began last.
+        The first pass that begins with a call of another module still reports small tensors.
         """
         self.collects_small = False
         self._known_entrances.add(self.entrance)
@@ -133,37 +134,38 @@ class Watch(SavedReports):
         passed_over: frozenset[nn.Module],
         on_recomputation: Callable[[], Store],
     ) -> None:
-        """Follow forward passes that begin at any module, and report them to these functions.
+        """Follow forward passes that begin with a call of any module, and call these functions of a session.
 
-        `passed_over`: modules that a session checkpoints. `on_recomputation` begins the second pass of layers that the model checkpoints
-        itself.
+        `on_saved_again` is called for tensors that an operation saved in an earlier pass too, `on_begin_inside` when the call of a
+        submodule begins a pass, and `on_recomputation` when backward runs a layer again that the model itself checkpoints. `passed_over`:
+        the modules that the session checkpoints.
         """
         self.on_saved_again, self.on_begin_inside, self.passed_over = on_saved_again, on_begin_inside, passed_over
         self.checkpoints.store_by(on_recomputation)
         self.follow_submodules()
 
     def follow_submodules(self) -> None:
-        """From now on, follow forward passes that call only a part of the model too, such as model.encoder(x)."""
+        """From now on, also follow forward passes that call a submodule alone, such as model.encoder(x)."""
         self.follows_submodules = True
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Return a context in which no forward pass is followed."""
+        """Return a context in which forward passes are not followed, so that no saved tensors are reported."""
         with patched_attributes(self, _on_begin=lambda: False):
             yield
 
     def passing_over(self) -> AbstractContextManager[None]:
-        """Return a context in which modules that this thread calls are not followed."""
+        """Return a context in which the forward pass of this thread does not record calls of modules."""
         return passed_over(getattr(self._running, "current", None))
 
     @contextmanager
     def reporting_to(self, on_saved: Callable[[Saved], None]) -> Generator[None]:
-        """Return a context in which all saved tensors are reported to `on_saved`."""
+        """Return a context in which all saved tensors are reported to the function `on_saved` instead."""
         with patched_attributes(self, _on_saved=on_saved, on_saved_again=None):
             yield
 
     def leave_out(self, names: Collection[str], max_bytes: int) -> None:
-        """Stop reporting tensors with these names if packing them would cover at most `max_bytes`."""
+        """Stop reporting tensors with these slot names for which packing would free at most `max_bytes` bytes."""
         self._left_out, self._max_left_bytes = frozenset(names), max_bytes
         self._forget()
 
@@ -190,7 +192,10 @@ class Watch(SavedReports):
         self._begin_pass(module, (args, kwargs))
 
     def _begin_pass(self, entrance: nn.Module, values: Any) -> Pass:
-        """Begin a forward pass of this thread with the call of the module `entrance`, and return it."""
+        """Begin a forward pass of this thread with the call of the module `entrance`, and return the pass.
+
+        `values`: the arguments of the call.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # so that packed parameters run no Python
             needs = [p.requires_grad for parameters in self._parameters for p in parameters.values() if p is not None]
         if needs != self._needs:
@@ -210,7 +215,10 @@ class Watch(SavedReports):
         return current
 
     def _begin_inside(self, current: Pass, between: Between) -> None:
-        """Report what operations between two calls of the model's parts saved, when the second call begins."""
+        """Report what operations between two calls of submodules saved, when the second call begins.
+
+        `current`: the forward pass that the second call begins. `between`: the autograd nodes of these operations.
+        """
         if self.on_begin_inside is not None:
             self.on_begin_inside(between.arguments, between.outputs)
         if between.nodes:
@@ -220,7 +228,7 @@ class Watch(SavedReports):
             current.calls = calls
 
     def _chain(self) -> PassChain:
-        """Return the record of this thread's calls of parts of the model."""
+        """Return the record of this thread's calls of submodules; it is created when it is first needed."""
         chain: PassChain | None = getattr(self._running, "chain", None)
         if chain is None:
             self._running.chain = chain = PassChain(self._owns)
@@ -250,7 +258,10 @@ class Watch(SavedReports):
         self._on_end(output)
 
     def _end_interrupted(self, called: nn.Module) -> None:
-        """End the forward pass of this thread if the module with which the pass began no longer runs."""
+        """End the forward pass of this thread if the module with which the pass began no longer runs.
+
+        `called`: the module whose call is beginning now.
+        """
         current = self._current()
         entrance = self.model if current is None or current.entrance is None else current.entrance
         if current is None or current.is_branch or num_running(entrance) > (entrance is called):
@@ -291,7 +302,7 @@ class Watch(SavedReports):
         self._called[inside].add(module)
 
     def _pass_of(self, module: nn.Module, args: Any) -> Pass | None:
-        """Return the forward pass to which a call of `module` belongs, which may begin with the call; None if the call is not recorded."""
+        """Return the forward pass that a call of `module` belongs to or begins; None if the call is not recorded."""
         if getattr(self._current(), "entrance", None) is module:
             self._end_interrupted(module)
         current: Pass | None = self._current() or self._second_pass(module, args) or self._branch(module, args)
@@ -306,21 +317,21 @@ class Watch(SavedReports):
         return None
 
     def _follow_again(self, module: nn.Module) -> None:
-        """Register the hooks inside of a checkpointed layer again.
+        """Register the hooks on submodules of a checkpointed layer again, as the layer runs without its checkpoint now.
 
-        They were removed while the checkpoint held all that the layer saved.
+        The hooks were removed while the hooks of the checkpoint replaced all that the layer saved.
         """
         again = [part for part in module.modules() if part in self._unfollowed]
         self._unfollowed.difference_update(again)
         for part in again:
             self._attach_to(part)
 
-    # --- passes that enter through a module inside of the model ---
+    # --- passes that begin with a call of a submodule ---
 
     def _enter_submodule(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin a forward pass with a call of a part of the model, and return the pass; None if the call is not followed.
+        """Begin a forward pass with a call of a submodule alone, and return the pass; None if the call begins none.
 
-        In backward a checkpointed layer runs again. Around `module` the pass has a call of the model itself, in which nothing is created.
+        Calls in backward begin no pass: there a checkpointed layer runs again. The first `ModuleCall` of the pass is one of the model.
         """
         if not self.follows_submodules or not is_grad_enabled() or running_backward() >= 0 or module not in self._handles:
             return None
@@ -332,7 +343,7 @@ class Watch(SavedReports):
         return current
 
     def _leave_submodule(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        """End the forward pass that began with this call of a part of the model; an `output` of None means that it raised."""
+        """End the forward pass that began with this call of a submodule; if `output` is None, the call raised."""
         current.depth -= 1
         if current.depth:
             return self._return(current, module, args, output)
@@ -354,7 +365,7 @@ class Watch(SavedReports):
         leave(current, module, args, output)
 
     def _return(self, current: Pass, module: nn.Module, args: Any, output: Any) -> None:
-        """Report the tensors that were saved in a call of a module, at the end of the call."""
+        """Report the tensors that autograd saved in a call of a module, at the end of the call."""
         calls, over = current.calls, current.over
         if over is not None and over is not module:
             return
@@ -386,10 +397,10 @@ class Watch(SavedReports):
         current.calls.pop()
 
     def _branch(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin, and return, the pass of a part of the model that another thread runs by calling `module`; None if there is none.
+        """Begin and return a pass for a call of `module` in a worker thread of a forward pass; None if none is running.
 
-        Nodes before the arguments belong to the thread that created them. If several forward passes run, it is not known which of them the
-        thread belongs to.
+        Nodes before the arguments belong to the thread that created them. If several forward passes run, it is not known to which of them
+        the call belongs, and the result is None.
         """
         if not self._passes or not torch.is_grad_enabled():
             return None
@@ -408,7 +419,7 @@ class Watch(SavedReports):
         return current
 
     def _second_pass(self, module: nn.Module, args: Any) -> Pass | None:
-        """Begin, and return, the pass in which backward runs the layer of a reentrant checkpoint again; None if there is none."""
+        """Begin and return a pass if backward runs `module` again, the layer of a use_reentrant=True checkpoint; else None."""
         if (
             not self.checkpoints.reentrant.get(module)
             or running_backward() < 0
@@ -432,7 +443,7 @@ class Watch(SavedReports):
     # --- inputs of checkpoints ---
 
     def _enter_hidden(self, current: Pass, module: nn.Module, path: str, args: Any) -> None:
-        """Record a module that is called under no_grad: the layer of a reentrant checkpoint, or a module inside of it."""
+        """Record a module that is called under no_grad: the layer of a use_reentrant=True checkpoint, or a module inside it."""
         if current.hidden is not None:
             current.hidden.enter(args)
             return
@@ -451,7 +462,7 @@ def is_wrapped_by_compile(model: nn.Module) -> bool:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the user's model inside DistributedDataParallel, DataParallel or torch.compile, so that slots keep their names."""
+    """Return the user's model inside DistributedDataParallel, DataParallel or torch.compile."""
     while isinstance(model, WRAPPERS) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, WRAPPERS) else model._orig_mod  # type: ignore[assignment]
     return model

@@ -1,5 +1,4 @@
-"""What an operation of a compiled graph is to Inductor (view, pointwise, reduction, ...), and how many floating point operations it
-takes."""
+"""Finds what an operation of a compiled graph is to Inductor (view, pointwise, ...), and how many flops it takes."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def kind_of(node: fx.Node) -> str:
 
 
 def name_of(node: fx.Node) -> str:
-    """Return the name of a graph's operation without namespace and overload, such as "add"."""
+    """Return the name of the operation that a node calls, without namespace and overload, such as "add"."""
     if node.target is operator.getitem:
         return "getitem"
     schema = getattr(node.target, "_schema", None)
@@ -59,7 +58,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def readers_of(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that read a value, directly or through views."""
+    """Yield the nodes that read the value of `node`, directly or through views."""
     for user in node.users:
         if user.op == "call_function" and kind_of(user) == "view":
             yield from readers_of(user)

@@ -1,4 +1,4 @@
-"""The backward of each operation: what it needs of every tensor that autograd saved for it, one row for each kind of node.
+"""States what the backward of each operation needs of every tensor that autograd saves, a row for each kind of node.
 
 To support the backward of another operation, add a row here; tracing, prediction and sessions read this table.
 
@@ -29,7 +29,7 @@ from typing import Any
 
 
 class Use(str, Enum):
-    """What backward needs of a saved tensor: all values, a bit of each, integers, the shape, or the exact tensor."""
+    """Says what backward needs of a saved tensor: values, a bit of each, integers, the shape, or the exact tensor."""
 
     VALUE = "value"  # its values, which may be rounded: it is stored in a format
     SIGN = "sign"  # whether it is above 0: one exact bit
@@ -42,7 +42,7 @@ class Use(str, Enum):
 
 @dataclass(frozen=True)
 class Pin:
-    """A lower bound on the precision in which an operand may be stored, in significant bits (int8 has 7, e4m3 4, bf16 8)."""
+    """Sets the least precision in which a tensor may be stored, in significant bits (int8 has 7, e4m3 4, bf16 8)."""
 
     significant_bits: int
     reason: str
@@ -50,10 +50,10 @@ class Pin:
 
 @dataclass(frozen=True)
 class Needs:
-    """What backward needs of a saved tensor, and the limits on the format in which it may be stored.
+    """States what backward needs of a saved tensor, and the limits on the format in which it may be stored.
 
-    `is_centered`: backward subtracts a mean from it (norms) or it from 1 (tanh, sigmoid), so its format must resolve small differences
-    beside a large mean.
+    `is_centered`: backward subtracts a mean from the tensor (norms) or the tensor from 1 (tanh, sigmoid), so its format must resolve small
+    differences beside a large mean.
     """
 
     use: Use = Use.VALUE
@@ -88,29 +88,29 @@ Condition = Callable[[Any], bool]
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that an operation saves: its name, what backward needs of it, and the limits on its format."""
+    """Describes a tensor that an operation saves: its name, what backward needs of it, and limits on its format."""
 
     name: str
     use: Use = Use.VALUE
     pin: Pin | None = None
-    bound: Bound | None = None  # of INDEX: a function of the node that returns a bound which all values are below
-    reason: str = ""  # of EXACT: why it is not quantized
+    bound: Bound | None = None  # for the use INDEX: a function of the node that returns a number which all values are below
+    reason: str = ""  # for the use EXACT: why the tensor is not quantized
     is_centered: bool = False  # as in `Needs`
     exact_if: Condition | None = None  # a function of the node that returns whether the use is EXACT instead
 
     def at(self, node: Any) -> Operand:
-        """Return what this `node` needs of the operand, which may be more than the table says for all nodes of its kind."""
+        """Return this operand, with the use EXACT if the condition `exact_if` holds for the autograd node `node`."""
         return replace(self, use=Use.EXACT) if self.exact_if is not None and self.exact_if(node) else self
 
     @property
     def is_minor(self) -> bool:
-        """Whether the tensor is never packed, as statistics, library state and parameters are not."""
+        """Return whether the tensor is a statistic, library state or a parameter, which are never packed."""
         return self.reason in (STATISTIC, STATE, PARAMETER)
 
 
 @dataclass(frozen=True)
 class OperationRow:
-    """A row of the table of operations: the operation's name, and the operands that its autograd node saves."""
+    """Describes an operation in the table of operations: its name, and the operands that its node saves."""
 
     op: str
     operands: dict[str, Operand] = field(default_factory=dict)  # pyright: ignore[reportUnknownVariableType]
@@ -122,14 +122,14 @@ def _exact(name: str, reason: str) -> Operand:
 
 
 def _plane_of_input(node: Any) -> int:
-    """Return the number of pixels in one channel of the input, which bounds the indices of max pooling."""
+    """Return the number of pixels in one channel of a max pooling's input; all indices that `node` saved are below it."""
     return prod(node._saved_self.shape[-3 if "3D" in node.name() else -2 :])
 
 
 def _classes(node: Any) -> int:
-    """Return the number of classes, an upper bound for class targets; None where targets may be negative.
+    """Return a number above all class targets that a loss node saved, by which the dtype to store them is chosen.
 
-    If targets may be a negative ignore_index (-100), they need a signed integer, so more than a byte.
+    If ignore_index is negative, the number exceeds 256, so that a signed dtype is chosen.
     """
     classes, ignored = node._saved_self.shape[1 if node._saved_self.dim() > 1 else 0], int(node._saved_ignore_index)
     return max(classes, ignored + 1) if ignored >= 0 else max(classes, (1 << 8) + 1, 1 - ignored)
@@ -306,15 +306,15 @@ ROWS: dict[str, OperationRow] = {
 
 @cache
 def row_of(node_name: str) -> OperationRow:
-    """Return the row of the table of operations for autograd nodes of this name, or an empty row."""
+    """Return the row in the table of operations for autograd nodes of this name; an empty row if there is none."""
     base_name = node_name.removesuffix("0").removesuffix("1").removesuffix("2").removesuffix("Backward")
     return ROWS.get(base_name) or OperationRow(base_name)
 
 
 def unknown_operand(attribute: str, *, is_float: bool, is_bool: bool, is_custom: bool) -> Operand:
-    """Return what backward is assumed to need of a saved tensor whose operation is not in the table.
+    """Return what backward is assumed to need of a saved tensor whose operation is not in the table of operations.
 
-    `attribute`: autograd's name of the tensor. `is_custom`: a custom autograd function saved it.
+    `attribute`: autograd's name of the tensor. `is_float`, `is_bool`: its dtype. `is_custom`: whether a custom autograd function saved it.
     """
     if is_float:
         return Operand(attribute, pin=UNKNOWN) if is_custom else _exact(attribute, UNKNOWN.reason)
@@ -339,7 +339,7 @@ SELECTING = "index"  # x[mask] and x[rows]: routing, unless x is a parameter
 
 
 def is_checkpoint_input(name: str) -> bool:
-    """Return whether a slot name is that of an input of a checkpoint.
+    """Return whether a slot name belongs to an input of a checkpointed layer.
 
     >>> is_checkpoint_input("layers.3:checkpoint.input"), is_checkpoint_input("layers.3.fc:input")
     (True, False)
@@ -348,12 +348,12 @@ def is_checkpoint_input(name: str) -> bool:
 
 
 def input_operand(number: int) -> str:
-    """Return the operand name of argument `number` of a checkpoint: "input", "input2" and so on."""
+    """Return the name of a checkpoint's input in slot names, given its `number` from 0: "input", "input2" and so on."""
     return "input" if number == 0 else f"input{number + 1}"
 
 
 def reason_of_ops(ops: Iterable[str]) -> str:
-    """Return why inputs of a checkpointed layer with these operations must be kept exactly; "" if they may be quantized.
+    """Return why inputs of a checkpointed layer with these operations must be kept exactly; "" if they need not.
 
     >>> reason_of_ops(["addmm", "relu"])
     'the checkpointed layer applies relu: from a rounded input, comparisons would have other results when it runs again'
@@ -373,19 +373,19 @@ SECOND_PASS_USES = (Use.VALUE, Use.SIGN, Use.MASK, Use.SHAPE)
 
 
 def is_stored_in_second_pass(op: str, needs: Needs) -> bool:
-    """Return whether a tensor that this operation saves may be packed while backward runs a checkpointed layer again."""
+    """Return whether a tensor that operation `op` saves may be packed when backward runs a checkpointed layer again."""
     return needs.use in SECOND_PASS_USES and needs.pin not in ATTENTION_PINS and op not in PERIODIC and not needs.is_centered
 
 
 def is_large_in_second_pass(nbytes: int) -> bool:
-    """Return whether a storage of `nbytes` is large enough to be packed while backward runs a checkpointed layer again."""
+    """Return whether a storage of `nbytes` is large enough to be packed when backward runs a layer again."""
     return nbytes >= MIN_SECOND_PASS_BYTES
 
 
 def max_left_bytes(sizes: Collection[int]) -> int:
-    """Return the size up to which the smallest saved tensors stay unmodified on a GPU, given the sizes of all.
+    """Return the size in bytes up to which the smallest saved tensors stay unmodified on a GPU.
 
-    `sizes`: of all tensors that could be packed.
+    `sizes`: the bytes of all tensors that could be packed.
 
     >>> max_left_bytes([1, 1, 1, 2, 3000]), max_left_bytes([5, 5, 3000]), max_left_bytes([100] * 9)
     (2, 0, 0)

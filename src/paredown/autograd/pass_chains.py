@@ -1,10 +1,10 @@
-"""What lies between forward passes that enter a model through its modules: `h = relu(model.first(x)); model.second(h)`.
+"""Finds operations that other code runs between a model's submodules: `h = relu(model.first(x)); model.second(h)`.
 
-Nodes on the way from an argument of a call back to an output of an earlier call belong to the model, as they would inside of its forward,
-and the argument is no tensor of the caller's. Operations of another network are left alone: where one on the way has a weight that is no
+Nodes on the path from an argument of a call back to an output of an earlier call belong to the model, as they would inside its forward,
+and the argument is no tensor of the caller's. Operations of another network are left alone: if a node on the path has a weight that is no
 parameter of the model, the argument counts as the caller's. So do saved floats that no operation made, such as random noise.
 
-Outputs are known by the numbers of their nodes, which rise in each thread: no node is kept alive.
+Outputs are recognized by the numbers of their nodes, which rise in each thread: no node is kept alive.
 """
 
 # pyright: reportPrivateUsage=false
@@ -35,10 +35,10 @@ MAX_BETWEEN = 128  # nodes that are searched from one argument: a network withou
 
 
 class Between(NamedTuple):
-    """The autograd nodes between the outputs of earlier calls of the model's parts and the arguments of a later call.
+    """Holds the autograd nodes between outputs of earlier calls of submodules and arguments of a later call.
 
-    `nodes`: (number, node) of their autograd nodes. `arguments`: the arguments that passes produced. `outputs`: the storages of the outputs
-    that lead to these arguments. `held`: the storages of the caller's own tensors.
+    `nodes`: (number, node) of each. `arguments`: the arguments that depend on such outputs. `outputs`: storage addresses of the outputs
+    that lead to these arguments. `held`: storage addresses of the caller's own tensors.
     """
 
     nodes: list[tuple[int, Any]]
@@ -48,18 +48,18 @@ class Between(NamedTuple):
 
 
 class PassChain:
-    """The calls of a model's parts by code outside of the model, in one thread, with the outputs of these calls.
+    """Records what a model's submodules return to code outside the model, to recognize it in arguments of later calls.
 
-    `owns` returns whether a tensor is a parameter of the model.
+    There is one object for each thread. `owns` returns whether a tensor is a parameter of the model.
     """
 
     def __init__(self, owns: Callable[[Tensor], bool]) -> None:
         self._owns = owns
-        # numbers of nodes in the order of creation -> the storage of the output; 0 of nodes between
+        # number of a node, in the order of creation -> the storage address of the output; 0 for nodes between calls
         self._known: dict[int, int] = {}
 
     def end_pass(self, output: Any, first: int) -> None:
-        """Record the outputs of a call of a part of the model. `first`: the number of the call's first autograd node."""
+        """Record the outputs of a call of a submodule. `first`: the number of the call's first autograd node."""
         made = [(t.grad_fn._sequence_nr(), t) for t in tensors_in(output) if t.grad_fn is not None and has_storage(t)]
         self._add({number: t.untyped_storage()._cdata for number, t in made if number >= first})
 
@@ -69,7 +69,7 @@ class PassChain:
             del self._known[next(iter(self._known))]
 
     def before(self, arguments: Sequence[Tensor]) -> Between:
-        """Return the operations that lead from outputs of earlier calls to the arguments of this one."""
+        """Return the autograd nodes that lead from outputs of earlier calls to the `arguments` of a new call."""
         nodes, produced, outputs, held = dict[int, Any](), list[Tensor](), set[int](), set[int]()
         for argument in arguments if self._known else ():
             way = self._way_to(argument.grad_fn) if argument.grad_fn is not None and has_storage(argument) else None
@@ -85,9 +85,9 @@ class PassChain:
         return Between(sorted(nodes.items()), produced, outputs - given, frozenset(given | held))
 
     def _way_to(self, start: Any) -> tuple[dict[int, Any], set[int]] | None:
-        """Return the autograd nodes between `start` and outputs of earlier calls, by number, and the storages of these outputs.
+        """Return the nodes (by number) from outputs of earlier calls to the node `start`, and these outputs' storages.
 
-        Return None if there is no such path.
+        Return None if no such output leads to `start`.
         """
         known, oldest = self._known, next(iter(self._known))
         found, behind, stack = dict[int, Any](), dict[int, list[int]](), [start]
@@ -107,7 +107,10 @@ class PassChain:
         return ({number: found[number] for number in leads}, {known[number] for number in reached} - {0}) if reached else None
 
     def _saved_by_caller(self, nodes: Iterable[Any]) -> set[int] | None:
-        """Return storages that nodes saved and no operation computed; None if a node reads another network's weight."""
+        """Return addresses of the storages that `nodes` saved and that no operation computed, such as the caller's noise.
+
+        Return None if one of the nodes reads a weight of another network.
+        """
         held = set[int]()
         for node in nodes:
             name = node.name()
@@ -124,14 +127,13 @@ class PassChain:
         return held
 
     def _is_foreign_weight(self, node: Any) -> bool:
-        """Return whether a node stands for a parameter of another model, or for its view or cast."""
+        """Return whether the result of a node is a parameter of another model, or a view or cast of one."""
         while node is not None and node.name() in WEIGHT_PRESERVING and node.next_functions:
             node = node.next_functions[0][0]
         return node is not None and node.name() == ACCUMULATE and not self._owns(node.variable)
 
 
 def _has_packed_weight(node: Any, name: str) -> bool:
-    """Return whether a node saved a packed weight of any model."""
     if name in SAVES_NOTHING or isinstance(node, torch.autograd.function.BackwardCFunction):
         return name == FROZEN_LINEAR
     raws = [getattr(node, raw_name) for _, raw_name, _ in attributes(name, type(node), False)]

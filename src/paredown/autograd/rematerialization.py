@@ -1,13 +1,12 @@
-"""Saved tensors that need not be stored, because backward can recompute them from another saved tensor.
+"""Finds saved tensors that need not be stored, because backward can recompute them from another saved tensor.
 
     relu(batch_norm(x))           from x, the statistics that the norm saved, and the exact signs that the ReLU saved
     batch_norm(x), layer_norm(x)  from x and its statistics
     gelu(x), silu(x)              from x; where x is a batch norm's output, from the input of that norm
 
-Of a convolution, norm and activation function, the input of the norm is stored, and the inputs of the function and of the next convolution
-are not: they have the rounding errors of one tensor, as in compiled graphs. The result may have been
-cast and viewed in between. Traces (predict/saved_lifetimes.py) and sessions (session/eager/activations.py) both call
-`rematerialization_of`.
+In a sequence of convolution, norm and activation function, the input of the norm is stored, and the inputs of the function and of the next
+convolution are not: they have the rounding errors of one tensor, as in compiled graphs. Casts and views may follow the operations. Traces
+(predict/saved_lifetimes.py) and sessions (session/eager/activations.py) both call `rematerialization_of`.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ ACTIVATIONS = frozenset(("gelu", "silu"))
 
 
 class Rematerialization(NamedTuple):
-    """The way to recompute a saved tensor in backward: apply the operation `op` to the input that another node saved.
+    """Says how backward recomputes a saved tensor: it applies the operation `op` to the input that node `source` saved.
 
-    `sign`: the node of a ReLU after `op`. `function`: the node of another activation function after it. `otherwise`: how to recompute the
-    tensor if `source` saved nothing that is stored.
+    `sign`: the node of a ReLU after `op`. `function`: the node of another activation function after `op`. `otherwise`: another way to
+    recompute the tensor, for the case that the input which `source` saved is not stored.
     """
 
     op: str
@@ -44,7 +43,7 @@ class Rematerialization(NamedTuple):
 
 
 def rematerialization_of(tensor: Tensor) -> Rematerialization | None:
-    """Return the way to recompute `tensor` in backward from a tensor that an earlier node saved; None if impossible."""
+    """Return the way to recompute `tensor` in backward from a tensor that an earlier node saved, or None."""
     node = tensor.grad_fn
     if node is None:
         return None
@@ -74,7 +73,7 @@ def rematerialization_of(tensor: Tensor) -> Rematerialization | None:
 
 @cache
 def _may_lead(name: str) -> bool:
-    """Return whether backward may be able to recompute results of autograd nodes of this name."""
+    """Return whether results of autograd nodes with this name can possibly be recomputed in backward."""
     return name in SAME_MEMORY_ORDER or row_of(name).op in SOURCE_OPS
 
 
@@ -85,5 +84,5 @@ def function_name(node: Any) -> str:
 
 
 def _is_training(norm: Any) -> bool:
-    """Return whether a batch norm used the statistics of the batch, and has a weight and a bias to recompute with."""
+    """Return whether a batch norm's node used the statistics of the batch, and has a weight and a bias to recompute with."""
     return bool(getattr(norm, "_saved_training", True)) and len(norm.next_functions) == 3

@@ -1,4 +1,4 @@
-"""`SavedReports`: reads the nodes that a forward pass created, and reports what they saved; the part of `Watch` that knows no hooks."""
+"""`SavedReports` reads the nodes that a forward pass created and reports what they saved; `Watch` adds the hooks."""
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
 
@@ -34,13 +34,13 @@ SavedAgain = Callable[[Saved, Any, Any, Tensor, frozenset[int]], None]
 
 
 class SavedReports:
-    """The part of `Watch` that reads autograd's graph and calls `on_saved` for each newly saved tensor.
+    """Reads autograd's graph and calls `on_saved` for each newly saved tensor.
 
     The subclass `Watch` decides when to read which part of the graph.
     """
 
     def __init__(self, model: nn.Module, on_saved: Callable[[Saved], None], min_numel: int) -> None:
-        self._min_numel, self._on_saved = min_numel, on_saved  # smaller tensors are not reported
+        self._min_numel, self._on_saved = min_numel, on_saved  # tensors of fewer values are not reported
         self.on_saved_again: SavedAgain | None = None
         self.small: set[str] = set()  # names of activations below `min_numel`, collected in the first pass
         self.in_place_on_views: set[str] = set()  # modules that modified a view in place: what that saves is not reported
@@ -49,9 +49,10 @@ class SavedReports:
         self.checkpoints = Checkpoints()
 
     def _report_again(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """Report newly saved tensors at the positions recorded in the last pass; if the graph differs there, by a search of it.
+        """Report the tensors saved by nodes that lead to `values`, on the paths of the last pass if these still exist.
 
-        `before`: the number of the first node of the call whose arguments `values` are; None if `values` are outputs.
+        Only nodes of the pass `current` that were not read before are considered. `before`: the number of the first node of the call whose
+        arguments `values` are; None if `values` are outputs.
         """
         key = current.calls[-1].path, before is not None
         segment = current.segments.get(key) if not current.is_branch else None
@@ -63,7 +64,7 @@ class SavedReports:
             self._report_tensors(current, tensors)
 
     def _report_tensors(self, current: Pass, tensors: list[FoundAgain]) -> None:
-        """Report saved tensors at the positions of the graph that were recorded in an earlier pass."""
+        """Report saved tensors that were found along the paths of an earlier pass."""
         if not tensors:
             return
         is_enabled, save_again, inputs = is_grad_enabled(), self.on_saved_again, current.inputs  # this module may run under no_grad
@@ -80,7 +81,7 @@ class SavedReports:
             set_grad_enabled(is_enabled)
 
     def _report(self, current: Pass, values: Any, before: int | None = None) -> None:
-        """Report the tensors that new nodes behind `values` saved, each under the module call that created its node.
+        """Search the graph for new nodes that lead to `values`, and report what they saved, by the module calls that made them.
 
         `before`: the number of the first node of the call whose arguments `values` are; None if `values` are outputs.
         """
@@ -130,7 +131,10 @@ class SavedReports:
                 yield saved
 
     def _report_saved(self, node: Any, row: OperationRow, named: Named, current: Pass, call: ModuleCall) -> Saved | None:
-        """Report a tensor that a node saved, and return its description; None if it is too small or left out."""
+        """Report a tensor that a node saved and return its description; None if it is too small or left out.
+
+        `row`: the node's operation in the table of operations. `named`: what `saved_of` returned for the tensor.
+        """
         is_large = named[2] is None or named[2].numel() >= self._min_numel
         if not is_large and not self.collects_small:
             return None

@@ -1,12 +1,12 @@
-"""What the second forward pass of a checkpointed layer saves: the large tensors can be stored packed.
+"""Lets large tensors be stored packed that a checkpointed layer saves when backward runs it again.
 
 In backward a checkpoint with use_reentrant=False runs its layer again, and holds every tensor that this pass saves until backward reads it:
-of a transformer several times the size of its hidden states, which is the peak of most checkpointed steps. `RecomputedLayer` lets the
-owner of a `Watch` store the large ones packed. It describes them in the first forward pass, where autograd's graph shows which operation
-saves which tensor, in the order in which the second pass saves them again. In the second pass `SecondPass` encloses the saved-tensor
-hooks of the checkpoint: it stores a tensor, and neither the second graph nor the frame of the checkpoint holds the original. Backward gets
-what the frame's dictionary returns, and `RecomputedTensors` unpacks there. With use_reentrant=True the second pass is the first one with a
-graph, which nothing else holds: `Watch` reads it as that of any forward pass, and `ReentrantSaves` stores the large tensors.
+in a transformer several times the size of its hidden states, which is the peak of most checkpointed steps. `RecomputedLayer` lets a session
+store the large tensors packed. It describes them in the first forward pass, where autograd's graph shows which operation saves which
+tensor, in the order in which the second pass saves them again. In the second pass `SecondPass` encloses the saved-tensor hooks of the
+checkpoint: it stores a tensor, and neither the second graph nor the frame of the checkpoint holds the original. Backward gets what the
+frame's dictionary returns, and `RecomputedTensors` unpacks there. With use_reentrant=True the second pass is the first pass with a graph,
+which no hooks of a checkpoint hold: `Watch` reads it like that of any forward pass, and `ReentrantSaves` stores the large tensors.
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
@@ -30,7 +30,10 @@ top_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class CapturedHooks:
-    """A stand-in for autograd's handle of a saved tensor; it records the pack and unpack hooks that are registered on it."""
+    """Stands for autograd's handle of a saved tensor, and records the pack and unpack hooks registered on it.
+
+    A session packs a tensor of a second forward pass through this object, as it packs others through autograd's handles.
+    """
 
     __slots__ = ("_tensor", "packed", "unpack")
 
@@ -44,9 +47,9 @@ class CapturedHooks:
 
 
 class RecomputedSave:
-    """The packed form of a tensor that a checkpointed layer saves when backward runs it again.
+    """Holds the packed form of a tensor that a checkpointed layer saves when backward runs the layer again.
 
-    torch compares its shape, dtype and device with those of the first forward pass.
+    It has shape, dtype and device, which torch compares with those of the tensor in the first forward pass.
     """
 
     __slots__ = ("device", "dtype", "shape", "stored")
@@ -60,7 +63,7 @@ class RecomputedSave:
 
 
 def stored_operand(node: Any) -> Any:
-    """Return the packed form of the input `self` of an operation in a layer that backward runs again; None for other nodes."""
+    """Return the packed form of the operand `self` that `node` saved when backward ran a layer again; None if not packed."""
     raw = getattr(node, "_raw_saved_self", None)
     found = raw.data if raw is not None and raw.unpack_hook is not None else None
     found = found[0] if isinstance(found, tuple) else found  # hooks for packed weights may enclose those of the pass
@@ -68,7 +71,7 @@ def stored_operand(node: Any) -> Any:
 
 
 class _State:
-    """The state that the dictionaries of recomputed tensors of one checkpoint share."""
+    """Holds the state that all `RecomputedTensors` of one checkpoint share."""
 
     __slots__ = ("is_compared", "save")
 
@@ -78,7 +81,7 @@ class _State:
 
 
 class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
-    """A replacement for the dictionary of torch.utils.checkpoint in one backward; it unpacks tensors when they are read."""
+    """Replaces torch.utils.checkpoint's dict of recomputed tensors of one backward; reading an item unpacks it if packed."""
 
     def __init__(self, state: _State) -> None:
         super().__init__()
@@ -94,7 +97,7 @@ class RecomputedTensors(weakref.WeakKeyDictionary[Any, Any]):
 
 
 class RecomputedPasses(dict[Any, RecomputedTensors]):
-    """A dictionary that replaces torch.utils.checkpoint's own, from the number of a backward to its tensors."""
+    """Replaces torch.utils.checkpoint's dict of recomputed tensors, whose keys are the numbers of backward passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,10 +112,10 @@ FRAME = ("recompute_fn", "recomputed", "check_recomputed_tensors_match")  # priv
 
 
 class RecomputedLayer:
-    """A checkpointed layer that stores large tensors packed when backward runs it again.
+    """Makes a checkpointed layer store large saved tensors packed when backward runs the layer again.
 
-    `hooked`: what the operations of the layer's first forward pass saved. `begin` starts a second pass, and returns the function that
-    stores.
+    `hooked` describes the tensors that the layer's first forward pass saved. `begin` is called when a second pass starts, and returns the
+    function that stores a tensor.
     """
 
     def __init__(self, frame: Any, module: nn.Module, hooked: Iterable[Saved], begin: Callable[[], Store]) -> None:
@@ -125,9 +128,9 @@ class RecomputedLayer:
         self.modules, self.begin = tuple(module.modules()), begin
 
     def follow(self, frame: Any) -> None:
-        """Replace the storage of a checkpoint, so that tensors saved in the layer's second forward pass are packed.
+        """Replace attributes of a checkpoint's `frame`, so that tensors of the second forward pass are packed.
 
-        Do nothing if the checkpoint saved another number of tensors.
+        Do nothing if this checkpoint saved another number of tensors than the first one of the layer.
         """
         is_known = all(hasattr(frame, name) for name in FRAME)
         if not is_known or len(frame.weak_holders) != len(self.saves) or not any(self.saves):
@@ -150,7 +153,7 @@ class RecomputedLayer:
 def _compare(reference: weakref.ref[Any], number: Any) -> None:
     """Compare the tensors of a layer's two forward passes by shape, dtype and device as torch does, without unpacking them.
 
-    `reference`: the checkpoint's frame. `number`: that of the backward.
+    `reference`: a weak reference to the checkpoint's frame. `number`: the number of the backward pass.
     """
     frame = reference()
     assert frame is not None
@@ -163,7 +166,7 @@ def _compare(reference: weakref.ref[Any], number: Any) -> None:
 
 
 class SecondPass:
-    """Pack and unpack hooks for tensors saved while backward runs a checkpointed layer again, around the hooks of the checkpoint."""
+    """Registers saved-tensor hooks around those of a checkpoint while backward runs the checkpointed layer again."""
 
     def __init__(self, layer: RecomputedLayer, frame: Any, args: Any) -> None:
         self._outer: Any = top_default_hooks(True)
@@ -202,7 +205,7 @@ class SecondPass:
         return kept.tensor() if type(kept) is RecomputedSave else self._outer[1](kept)
 
     def end(self) -> None:
-        """Remove these saved-tensor hooks."""
+        """Remove the saved-tensor hooks of this pass."""
         hooks: Any = top_default_hooks(True)
         if hooks is not None and hooks[0] == self.pack:
             torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -220,11 +223,11 @@ class ReentrantSaves:
 
     @property
     def is_running(self) -> bool:
-        """Whether the backward that ran the layer again is still running."""
+        """Return whether the backward pass that ran the layer again is still running in this thread."""
         return self._backward == running_backward()
 
     def __call__(self, saved: Saved) -> None:
-        """Pack a saved tensor if it is large and its operation allows it."""
+        """Store a saved tensor packed if it is large and its operation allows it."""
         tensor = saved.tensor
         if tensor is None or saved.kind != "activation" or not has_storage(tensor):
             return

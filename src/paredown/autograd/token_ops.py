@@ -1,8 +1,8 @@
-"""`reason_to_run_whole`: why a module cannot run over pieces of a sequence; "" if each token of its output depends on that token alone.
+"""Decides whether a module can run over pieces of a sequence: whether each output token depends on one input token.
 
-The tokens of an input (batch, tokens, features) are its dimension -2. The module runs twice without gradients, on a few tokens whose count
-is a prime that divides no size of a parameter, so that a dimension of this size has the tokens. Each operation that gets such a tensor must
-be in one of the tables below, and must not read across the dimension:
+The tokens of an input (batch, tokens, features) are its dimension -2. `reason_to_run_whole` runs the module twice without gradients, on a
+few tokens whose count is a prime that divides no size of a parameter, so that a dimension of this size has the tokens. Each operation that
+gets such a tensor must be in one of the tables below, and must not read across the dimension:
 
     elementwise     the tokens are the same dimension of all operands and of the result
     views           the values of a token stay together: a view that merges tokens with features, or takes some of them, does not
@@ -70,7 +70,7 @@ MANY = -2  # place of the tokens in a tensor that has them in several dimensions
 def reason_to_run_whole(module: nn.Module, example: Tensor, call: Callable[[Tensor], Any] | None = None) -> str:
     """Return the reason why `module` cannot run over pieces of a sequence, naming the operation; "" if it can.
 
-    `call`: a function that calls the module.
+    `example`: an input of the same dtype, device and feature size. `call`: the function that calls the module, if not `module` itself.
     """
     sizes = {size for p in module.parameters() for size in p.shape} | {example.shape[-1]}
     counts = [prime for prime in PRIMES if not any(size and size % prime == 0 for size in sizes)]
@@ -95,16 +95,16 @@ def reason_to_run_whole(module: nn.Module, example: Tensor, call: Callable[[Tens
 
 
 class MixesTokens(Exception):
-    """Raised to end the run of a module that reads across tokens."""
+    """Raised by `TokenOps` to end the run of a module at the first operation that reads across tokens."""
 
 
 @final
 class TokenOps(TorchDispatchMode):
-    """A dispatch mode that finds the first operation that reads across tokens; `reason` describes it.
+    """Finds, as a dispatch mode, the first operation that reads across tokens; `reason` describes it.
 
-    The module runs on `count` tokens, a prime, by which dimensions of tokens are recognized. `calls`: the operations on tensors
-    with tokens, and their arguments. `empty`: the one that allocated memory with tokens and left it empty, "" if none did. `probe`:
-    the input of the module.
+    The module runs on the input `probe`, with a prime number `count` of tokens by which dimensions of tokens are recognized. `calls`:
+    the operations on tensors with tokens, and their arguments. `empty`: the operation that allocated memory for tokens without writing
+    to it, "" if none did.
     """
 
     def __init__(self, count: int, probe: Tensor) -> None:
@@ -113,7 +113,6 @@ class TokenOps(TorchDispatchMode):
         self._count, self._input = count, probe.untyped_storage()._cdata
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and check whether it reads across tokens."""
         if func is DEVICE:
             return func(*args, **(kwargs or {}))
         arguments = (args, kwargs or {})
@@ -127,12 +126,16 @@ class TokenOps(TorchDispatchMode):
         return out
 
     def place(self, tensor: Tensor) -> int | None:
-        """Return which dimension of a tensor runs over tokens; None if none does, MANY if it is not exactly one."""
+        """Return which dimension of a tensor runs over tokens: None if none does, MANY if it is not just one."""
         found = [place for place, size in enumerate(tensor.shape) if size and size % self._count == 0]
         return None if not found else found[0] if len(found) == 1 and tensor.shape[found[0]] == self._count else MANY
 
     def _reason(self, func: Any, arguments: Any, places: list[int | None], returned: tuple[Any, list[int | None]]) -> str:
-        """Return why an operation reads across tokens; "" if it does not. `returned`: its result, and the places of tokens in it."""
+        """Return why an operation reads across tokens; "" if it does not.
+
+        `func`, `arguments`: the operation and its (args, kwargs). `places`: the dimension of tokens in each tensor among them, as `place`
+        gives it. `returned`: the result, and the dimensions of tokens in its tensors.
+        """
         name, (out, results) = func._schema.name.rpartition("::")[2], returned
         is_view = name in TOKEN_VIEWS
         self.calls.append((name, [self._plain(value, by_size=is_view or name in CONSTANTS) for value in tree_leaves(arguments)]))
@@ -166,13 +169,13 @@ class TokenOps(TorchDispatchMode):
 
 
 def mixes(reason: str) -> bool:
-    """Return whether a reason to run a module whole is that it reads across tokens, as attention does."""
+    """Return whether `reason` (of `reason_to_run_whole`) is that the module reads across tokens, as attention does."""
     return reason.endswith((MIXES[2:], MERGES[2:]))
 
 
 @final
 class OperationNames(TorchDispatchMode):
-    """A dispatch mode that finds the first operation known to read across tokens, such as attention.
+    """Finds, as a dispatch mode, the first operation that is known to read across tokens, such as attention.
 
     `mixing` is its name, "" if there is none.
     """
@@ -182,7 +185,6 @@ class OperationNames(TorchDispatchMode):
         self.mixing = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and check whether its name is one that reads across tokens."""
         name = func._schema.name.rpartition("::")[2]
         if not self.mixing and (name in MIXING or name.startswith(ATTENTION)):
             self.mixing = name
@@ -190,9 +192,9 @@ class OperationNames(TorchDispatchMode):
 
 
 def _keeps_tokens(func: Any, name: str, named: dict[str, Any], returned: tuple[Any, Callable[[Tensor], int | None]]) -> bool:
-    """Return whether an operation of the tables computes each token from that token alone.
+    """Return whether an operation in this module's tables computes each token of its result from that token alone.
 
-    `named`: its arguments. `returned`: its result, and `place`.
+    `named`: its arguments by name. `returned`: its result, and the function `TokenOps.place`.
     """
     out, place = returned
     tensors = [value for value in tree_leaves(named) if isinstance(value, Tensor)]
@@ -216,7 +218,10 @@ def _keeps_tokens(func: Any, name: str, named: dict[str, Any], returned: tuple[A
 
 
 def _is_outer(left: Tensor, right: Tensor, places: tuple[int | None, int | None], *, is_transposed: bool) -> bool:
-    """Return whether the sum of a matrix product does not run over tokens. `is_transposed`: the right operand is."""
+    """Return whether a matrix product does not sum over tokens; `is_transposed`: whether its right operand is transposed.
+
+    `places`: the dimension of tokens in `left` and in `right`; None if there is none.
+    """
     of_left, of_right = places
     summed = (left.dim() - 1, right.dim() - (1 if is_transposed else 2))
     if of_left is not None and of_right is not None:  # a batch of products, one for each token

@@ -1,1 +1,1 @@
-"""Whether a plan is right (`verify`), where a step is sensitive (`probe`), and when training changes the plan (`Guard`)."""
+"""Checks plans: gradients against the baseline (`verify`), sensitive slots of a step (`probe`), rounding errors in training (`Guard`)."""

@@ -1,13 +1,13 @@
-"""`Guard`: limits on rounding errors and gradients during training, and what a guard measures and remembers from step to step.
+"""A `Guard` limits rounding errors and gradients during training; this file has its settings and its state from step to step.
 
     guard = Guard(trace, budget="6GiB", sensitivities=probe(model, batch, trace))
     session = apply(plan, model, guard=guard)
 
 A guard skips a step whose gradients are not finite or far larger than usual. It raises slots whose rounding error became too large by one
-level; where the budget would be exceeded, the least sensitive other slots go down by one level. `session.actions` lists all of it.
-`guard_steps.py` makes these decisions before each optimizer step, from what `session/signals.py` measures.
+level (to the next more precise format); if that exceeds the budget, the least sensitive other slots go down by one level. `session.actions`
+lists all of it. `guard_steps.py` makes these decisions before each optimizer step, from what `session/signals.py` measures.
 
-`GuardState` is what a guard remembers; it is part of checkpoints, so that a resumed run behaves as an uninterrupted one.
+`GuardState` is the state of a guard; it is part of checkpoints, so that a resumed run behaves like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from paredown.session.signals import SlotSignal
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 
 EVERY = 16  # forward passes between two measurements of a slot
-MIN_NORMS = 10  # gradient norms that are seen before one counts as unusual
-MAX_RATIO = 2.0  # a norm enters the usual norm with at most this multiple of it
+MIN_NORMS = 10  # gradient norms that must be seen before a norm counts as unusual
+MAX_RATIO = 2.0  # a larger norm enters the usual norm (a moving average) as this multiple of it
 DECAY = 0.9  # weight of the previous value in the usual norm and the usual error
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits on rounding errors and gradients at which a guard acts.
+    """The limits on rounding errors and gradients at which a `Guard` acts.
 
-    Errors are squared and relative: |x - decoded|^2 / |x|^2. To raise a slot is to give it the next more precise format, to lower it
-    the next less precise one.
+    Errors are squared and relative: |x - decoded|^2 / |x|^2. To raise a slot (a saved tensor) is to give it the next more precise format,
+    to lower it the next less precise format.
 
-    `every`: a slot is measured in one of this many forward passes.
+    `every`: the error of a slot is measured in one of this many forward passes.
     `error`: a slot with a larger error is raised.
-    `jump`: a slot whose error grows by this factor is raised; so is one whose largest value does, if its format has no scales, or if its
-    largest value grows by the square root of this factor and backward exponentiates it.
-    `gradient_jump`: a step whose gradient norm is this many times the usual one is skipped.
+    `jump`: a slot is raised if its error grows by this factor, or its largest value if its format has no scales, or if its largest value
+    grows by the square root of this factor and backward exponentiates it.
+    `gradient_jump`: a step is skipped if its gradient norm is this many times the usual norm.
     `hold`: a raised slot is not lowered again for this many steps.
     `patience`: after this many skipped steps in a row with finite gradients, steps are no longer skipped for a large norm.
     `levels`: the formats that activations may have, the most precise first; None for unmodified, bf16, and 8, 4 and 2 bits.
@@ -77,12 +77,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Guard:
-    """The settings of a guard, which raises the precision of slots with large rounding errors while a model trains.
+    """The settings of a guard, which raises the precision of saved tensors whose rounding error grows in training.
 
-    `budget` limits the predicted peak; None: the predicted peak of the applied plan. `sensitivities` (of `probe`: the gradient
-    error that rounding each slot causes) decide which slots are lowered so that others can be raised; without them the table of
-    roles decides. With a `batch` (and its `loss`, as for `probe`; a part of a batch suffices, and takes less memory, as a probe
-    packs nothing) sensitivities are measured after 10, 30, 100, 300, ... steps, and formats are chosen anew.
+    Pass it to `apply`; it needs the trace of the step that is trained. `budget` limits the predicted peak; None: the predicted peak of the
+    applied plan. `sensitivities` (the result of `probe`: the gradient error that rounding each saved tensor causes) decide which tensors
+    get less precise formats so that others fit; if None, the table of roles decides. With a `batch` (and its `loss`, as for `probe`),
+    sensitivities are measured after 10, 30, 100, 300, ... steps, and formats are chosen anew. A part of a batch suffices, and takes less
+    memory, since a probe packs nothing.
     """
 
     trace: Trace
@@ -106,7 +107,7 @@ class Guard:
             parse_bytes(self.budget, whole=1)  # raises here for what is no size, rather than in apply
 
     def budget_for(self, plan: Plan) -> int:
-        """Return the largest predicted peak in bytes that the guard allows; raise BudgetError if that of `plan` exceeds it."""
+        """Return the largest predicted peak in bytes that the guard allows; raise BudgetError if `plan` exceeds it."""
         peak = footprint(self.trace, plan).peak_bytes
         if self.budget is None:
             return peak
@@ -121,7 +122,7 @@ class Guard:
 
 
 def checked_guard(guard: Any, plan: Plan) -> Guard | None:
-    """Return `guard` if it is None or a Guard whose budget `plan` fits; raise ApplyError or BudgetError otherwise."""
+    """Return `guard`, a Guard whose budget `plan` fits, or None; raise ApplyError or BudgetError otherwise."""
     if isinstance(guard, Guard):
         guard.budget_for(plan)
     if guard is None or isinstance(guard, Guard):
@@ -133,7 +134,7 @@ def checked_guard(guard: Any, plan: Plan) -> Guard | None:
 
 
 def check_model(trace: Trace, model: nn.Module) -> None:
-    """Raise ApplyError if `trace` is of another model than `model`, since a guard could not measure the slots of that model."""
+    """Raise ApplyError if `trace` is of another model, so that a guard could not measure the tensors of `model`."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     for slot in trace.of(Role.WEIGHT):
         if not slot.stays and shapes.get(slot.name) != slot.shape:
@@ -159,7 +160,7 @@ def probe_steps() -> Iterator[int]:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor | None:
-    """Return the norm of all gradients together, as a tensor on their device (infinity or NaN if a value is not finite); None for none."""
+    """Return the norm of all gradients together (infinity or NaN if a value is); None if there are none."""
     if not gradients:
         return None
     norm = torch.nn.utils.get_total_norm(gradients)
@@ -171,10 +172,11 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor | None:
 
 @dataclass
 class OptimizerSteps:
-    """Statistics of the steps that one optimizer took: gradient norms, skipped steps, and raised slots.
+    """Statistics of the steps of one optimizer: gradient norms, skipped steps, and raised formats.
 
-    `norm`: moving average of `num_norms` gradient norms. `left_out`: how many steps in a row were skipped. `suspicions`: how often slots
-    were raised on suspicion since the last step that was taken.
+    A guard decides by them whether a gradient norm is unusual. `norm` is a moving average of `num_norms` gradient norms. `left_out` counts
+    the steps in a row that were skipped last. `suspicions` counts how often, since the last step that was not skipped, saved tensors got a
+    more precise format though their errors were small.
     """
 
     norm: float = 0.0
@@ -187,7 +189,7 @@ class OptimizerSteps:
         return self.norm if self.num_norms >= MIN_NORMS else None
 
     def update(self, norm: float | None, *, is_taken: bool) -> None:
-        """Add the gradient norm of one step, or count the step as skipped if `is_taken` is False."""
+        """Count one step of the optimizer; if it was not skipped, add its gradient norm (None: not measured)."""
         self.left_out = 0 if is_taken else self.left_out + 1
         if is_taken:
             self.suspicions = 0
@@ -198,11 +200,12 @@ class OptimizerSteps:
 
 @dataclass
 class GuardState:
-    """The state of a guard from one training step to the next; its fields have the same names in JSON.
+    """All that a guard remembers from one training step to the next; its fields have the same names in JSON.
 
-    `looks`: by slot, the moving average of its error, and its largest value when it got its current format. `taken`: statistics of each
-    optimizer, by the name of its first parameter. `done`: the optimizers that have run in this step. `held_until`, `refused_until`: by
-    slot, the step until which it is not lowered, or not raised because the budget did not allow it.
+    A slot is a saved tensor; to raise it is to give it a more precise format. `looks` has for each slot the moving average of its rounding
+    error, and its largest value when it got its current format. `taken` has statistics of each optimizer, by the name of its first
+    parameter, and `done` the optimizers that have run in this step. `held_until` has the step until which a slot is not lowered,
+    `refused_until` that until which it is not raised because the budget did not allow it.
     """
 
     steps: int = 0
@@ -213,45 +216,48 @@ class GuardState:
     refused_until: dict[str, int] = field(default_factory=dict[str, int])
 
     def begin(self, optimizer: str) -> bool:
-        """Count a call of `optimizer.step()`; return whether a training step begins: with the first optimizer that already ran in it."""
+        """Count a call of `optimizer.step()`, and return whether it begins a new training step."""
         is_new = not self.done or optimizer in self.done
         self.steps += is_new
         self.done = [optimizer] if is_new else [*self.done, optimizer]
         return is_new
 
     def is_held(self, name: str) -> bool:
-        """Return whether a slot must not be lowered yet because the guard raised it at most `Limits.hold` steps ago."""
+        """Return whether saved tensor `name` must keep its bits: it got more at most `Limits.hold` steps ago."""
         return self.held_until.get(name, -1) > self.steps
 
     def is_refused(self, name: str) -> bool:
-        """Return whether the guard could not raise a slot within the budget when it tried, at most `Limits.hold` steps ago."""
+        """Return whether, in the last `Limits.hold` steps, the budget did not allow saved tensor `name` more bits."""
         return self.refused_until.get(name, -1) > self.steps
 
     def is_probe_due(self) -> bool:
-        """Return whether the guard must measure after this step how much gradient error rounding each slot causes."""
+        """Return whether sensitivities must be measured after this step: the 10th, 30th, 100th, 300th, ..."""
         return self.steps == next(step for step in probe_steps() if step >= self.steps)
 
     def update(self, measured: Mapping[str, SlotSignal]) -> None:
-        """Add the measured rounding errors of slots to their moving averages; values that are not finite are left out."""
+        """Add measured rounding errors to the moving average of each saved tensor; leave out infinity and NaN."""
         for name, signal in measured.items():
             if isfinite(signal.error) and isfinite(signal.largest):
                 before = self.looks.get(name)
                 self.looks[name] = signal if before is None else SlotSignal(_mixed(before.error, signal.error), before.largest)
 
     def forget(self, name: str, *, held_until: int | None) -> None:
-        """Drop the measurements of a slot that has a new format, and do not lower it before the step `held_until`, if given."""
+        """Drop the measurements of saved tensor `name`, whose format changed.
+
+        Until the step `held_until` the guard must not give it fewer bits; with None, it may at once.
+        """
         self.looks.pop(name, None)
         if held_until is not None:
             self.held_until[name] = held_until
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
+        """Return the state as a JSON value, with the names of the fields."""
         looks = {name: [look.error, look.largest] for name, look in self.looks.items()}
         return {**asdict(self), "looks": looks}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> GuardState:
-        """Return the state whose `to_json` is `value`."""
+        """Return the state that `to_json` wrote as `value`."""
         looks = {name: SlotSignal(*pair) for name, pair in value["looks"].items()}
         taken = {name: OptimizerSteps(**row) for name, row in value["taken"].items()}
         until = {name: dict(value[name]) for name in ("held_until", "refused_until")}

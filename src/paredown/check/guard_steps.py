@@ -1,4 +1,4 @@
-"""The decisions of a guard before each optimizer step: take the step, skip it, or repair the plan.
+"""Decides for a guard, before each optimizer step, whether to take the step, to skip it, or to repair the plan.
 
     measured before a step                                         action
     gradients not finite, or far larger than usual                 the step is skipped; the next forward pass measures every slot in full
@@ -14,8 +14,8 @@ over all processes, so that all processes decide alike. A guard does nothing whi
 A probe holds its saved tensors unmodified, beside the model, and must stay within the budget too. Its bytes are at most
 
     model, optimizer state, gradients        which exist when it runs, before an optimizer step
-    + GRADIENTS x gradients                  the exact ones, those of another backward pass, and a difference
-    + SAVED x activations of the examples    unmodified, rounded, and their gradients
+    + GRADIENTS x gradients                  exact gradients, those of another backward pass, and a difference
+    + SAVED x activations of the examples    unmodified and rounded activations, and their gradients
 
 Both factors are upper bounds: 2.2 to 2.4, and 1.4 to 2.9, were measured on GPTs, ViTs and ResNets (`tests/check/test_guard_probe.py`).
 """
@@ -54,7 +54,7 @@ from paredown.session.signals import UNSEEN, SessionGuard, Signals, SlotSignal
 from paredown.session.value_bounds import is_capturing
 from paredown.sizes import say_bytes, say_bytes_twice
 
-GRADIENTS, SAVED = 2.5, 3.0  # see above
+GRADIENTS, SAVED = 2.5, 3.0  # the factors at the top of the file
 WITHIN_STEP = (Role.ACTIVATION, Role.TEMPORARY, Role.ERROR)  # roles of tensors that do not exist between steps
 REPROBE_BACKWARDS = 8  # backward passes of a probe: about 12 step times, six times in 10,000 steps
 MIN_ERROR = 0.05  # a smaller error is no reason to act, however fast it grew
@@ -67,7 +67,10 @@ OVER_BUDGET = "no other slot can be lowered enough to keep the budget"
 
 @final
 class GuardRunner(SessionGuard):
-    """The guard of one session: it measures rounding errors in each step, and calls `change(plan)` with a repaired plan."""
+    """The guard at work in one session: it skips steps and changes formats during training.
+
+    It calls `change(plan)` with each new plan, so that the session stores tensors accordingly.
+    """
 
     def __init__(
         self, guard: Guard, plan: Plan, model: nn.Module, activations: Activations, change: Callable[[Plan], None]
@@ -90,11 +93,11 @@ class GuardRunner(SessionGuard):
 
     @property
     def terms(self) -> RepairTerms:
-        """The trace, budget, sensitivities and allowed formats under which a plan is repaired."""
+        """Return the trace, budget, sensitivities and allowed formats that a new plan must respect."""
         return RepairTerms(self.guard.trace, self.budget_bytes, self.sensitivities, self._levels)
 
     def passes_over(self) -> bool:
-        """Return whether the forward pass that begins is of a probe, which packs nothing; ApplyError while a graph is captured."""
+        """Return whether the guard itself runs this forward pass; raise ApplyError in a CUDA graph capture."""
         if is_capturing():
             raise ApplyError(
                 "a CUDA graph is being captured, but the guard of this session reads measured errors on the host before each optimizer "
@@ -103,18 +106,18 @@ class GuardRunner(SessionGuard):
         return self.is_probing
 
     def read_formats(self, format_of: Callable[[str], Format | None]) -> None:
-        """Set the function `format_of(slot name)`, by which the guard reads the current format of a slot."""
+        """Replace the function from which the guard reads a saved tensor's current format, given its name."""
         self.format_of = format_of
 
     def close(self) -> None:
-        """Remove the guard's hooks from optimizers and model."""
+        """Remove the guard's hooks from the optimizers and from the model."""
         self._handle.remove()
         self._activations.observe(None)
 
     # --- before a step ----------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Skip the step that `optimizer` is about to take, or repair the plan first, if measurements exceed their limits."""
+        """Skip the step that `optimizer` is about to take, or change formats, if limits are exceeded."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
         if not parameters or not self.signals.has_any or not getattr(optimizer, "updates_next", True):
             return
@@ -132,7 +135,11 @@ class GuardRunner(SessionGuard):
             self._probe_within_budget()
 
     def _takes(self, taken: OptimizerSteps, norm: float, measured: Mapping[str, SlotSignal], *, is_new: bool) -> bool:
-        """Return whether the optimizer step may run; repair the plan first if rounding errors (`measured`) are too large."""
+        """Return whether the optimizer step may run, after raising formats of tensors with too large errors.
+
+        `norm` is the gradient norm, `measured` has the errors of saved tensors, and `taken` the statistics of the optimizer. `is_new` says
+        whether this optimizer call begins a new training step.
+        """
         memory, signals = self.memory, self.signals
         alarm = self._alarm(taken, norm)
         wrong = self._wrong(measured)
@@ -151,7 +158,7 @@ class GuardRunner(SessionGuard):
         return not alarm
 
     def _alarm(self, taken: OptimizerSteps, norm: float) -> str:
-        """Return why the gradients' norm is suspicious (not finite, or far above the usual), so that the step is skipped; else ""."""
+        """Return why a step with the gradient norm `norm` must be skipped; "" if it may be taken."""
         if not isfinite(norm):
             return NOT_FINITE
         usual = taken.usual_norm()
@@ -181,7 +188,7 @@ class GuardRunner(SessionGuard):
         return {name: why for name, (_, why) in sorted(wrong.items(), key=lambda row: (-row[1][0], row[0]))}
 
     def _growth(self, name: str) -> float:
-        """Return the factor by which the largest value of a slot may grow before the slot is raised: infinite for formats with scales."""
+        """Return the factor by which a saved tensor's largest value may grow before it gets a more precise format."""
         if self.slots[name].pin is not None:
             return sqrt(self.guard.limits.jump)  # query and key, which are multiplied with each other in an exponent
         format = self.format_of(name)
@@ -189,7 +196,10 @@ class GuardRunner(SessionGuard):
         return inf if is_scaled else self.guard.limits.jump
 
     def _suspects(self, taken: OptimizerSteps, measured: Mapping[str, SlotSignal]) -> list[str]:
-        """Return the slots to raise if gradients are suspicious and no error is large: pinned ones first, twice as many in each call."""
+        """Return the saved tensors to store more precisely if gradients are unusual though no error is large.
+
+        Those that backward exponentiates come first, then those of the largest error. With each call in a row there are twice as many.
+        """
 
         def rank(name: str) -> tuple[bool, float, str]:
             error, format = measured[name].error, self.format_of(name)
@@ -212,7 +222,10 @@ class GuardRunner(SessionGuard):
     # --- plans ------------------------------------------------------------------------------------------------------------
 
     def _use(self, repaired: RepairedPlan, why: Mapping[str, str], whole: str = "") -> None:
-        """Apply a repaired plan, and record an action for each slot that it changed or refused; `whole` is one reason for all slots."""
+        """Put a repaired plan to work, and record an `Action` for each slot that was changed or refused a change.
+
+        `why` has the reason by slot (saved tensor), and `whole`, if given, replaces the reasons of all changes.
+        """
         steps = self.memory.steps
         for move in repaired.moves:
             is_raised = move.slot in repaired.raised
@@ -241,7 +254,10 @@ class GuardRunner(SessionGuard):
         self.actions.append(Action(self.memory.steps, THE_PROBE, "due", "skipped", why))
 
     def reprobe(self, batch: Any, loss: Callable[..., Tensor] | None) -> Sensitivities:
-        """Measure sensitivities on `batch` with `loss`, as `probe` does, and choose formats by them within the budget."""
+        """Measure on `batch` how much gradient error rounding each saved tensor causes, and choose formats anew.
+
+        The new formats are within the budget. `loss` is as for `probe`.
+        """
         model = self._model()
         if model is None:
             raise ApplyError("the model of this session was deleted: there is nothing to probe. Keep a reference to the model.")
@@ -263,7 +279,7 @@ class GuardRunner(SessionGuard):
     # --- checkpoints ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the guard, as JSON values."""
+        """Return the state of the guard as JSON values, for `load_state_dict`."""
         return {
             "memory": self.memory.to_json(),
             "actions": [action.to_json() for action in self.actions],
@@ -272,7 +288,7 @@ class GuardRunner(SessionGuard):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], plan: Plan) -> None:
-        """Restore the state of a guard from `state_dict()`; `plan` was the current plan of that guard."""
+        """Restore what `state_dict()` of a guard returned; `plan` must be the plan that was in use then."""
         try:
             memory, actions = GuardState.from_json(state["memory"]), [Action(*row) for row in state["actions"]]
             saved, looks_at_all = state["sensitivities"], bool(state["looks_at_all"])
@@ -289,7 +305,10 @@ class GuardRunner(SessionGuard):
 
 
 def _averaged(errors: Mapping[str, Mapping[str, float]], device: torch.device) -> dict[str, dict[str, float]]:
-    """Return the mean of the gradient errors over all processes, which must have the same slots."""
+    """Return gradient errors, by slot and format, averaged over all processes.
+
+    All processes must have measured the same saved tensors (slots) in the same formats.
+    """
     rows = [(name, text) for name in sorted(errors) for text in sorted(errors[name])]
     values = torch.tensor([errors[name][text] for name, text in rows], dtype=torch.float32, device=device)
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -305,13 +324,16 @@ def _averaged(errors: Mapping[str, Mapping[str, float]], device: torch.device) -
 
 
 def probe_bytes(trace: Trace, plan: Plan, batch: Any, *, num_examples: int | None = None) -> int:
-    """Return the predicted peak of a probe of `batch` (or of its first `num_examples`) that runs between two training steps."""
+    """Return the predicted peak in bytes while a probe measures gradient errors, before an optimizer step.
+
+    The probe gets the first `num_examples` of `batch`, or all if it is None.
+    """
     fixed, each = _costs(trace, plan, batch)
     return int(fixed + each * (count_examples(batch) if num_examples is None else num_examples))
 
 
 def examples_within(batch: Any, trace: Trace, plan: Plan, budget_bytes: int) -> Any | None:
-    """Return as many of the first examples of `batch` as a probe can use within the budget; None if one is too many."""
+    """Return the part of `batch` with as many examples as a probe can run on within the budget; None if it is none."""
     fixed, each = _costs(trace, plan, batch)
     num = int((budget_bytes - fixed) // each) if each else 1 << 62
     return first_examples(batch, num) if num > 0 else None
@@ -326,7 +348,7 @@ def first_examples(batch: Any, num: int) -> Any:
 
 
 def _costs(trace: Trace, plan: Plan, batch: Any) -> tuple[float, float]:
-    """Return two numbers of bytes that predict the peak of a probe: a constant, and a number per example."""
+    """Return (fixed bytes, bytes per example of `batch`); from them the peak memory of a probe is predicted."""
     baseline, current = footprint(trace), footprint(trace, plan)
     held = sum(nbytes for role, nbytes in current.by_role.items() if role not in WITHIN_STEP) + current.workspace_bytes
     share = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)) / max(
@@ -337,5 +359,5 @@ def _costs(trace: Trace, plan: Plan, batch: Any) -> tuple[float, float]:
 
 
 def count_examples(batch: Any) -> int:
-    """Return the length of the first tensor of `batch` that has a first dimension; 1 if none has."""
+    """Return the number of examples in `batch`: the length of its first tensor, or 1 if there is no tensor."""
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() and len(leaf)), 1)

@@ -1,4 +1,4 @@
-"""Explanations of out-of-memory errors: what the peak was made of, by role and module, and the next smaller plan.
+"""Explains out-of-memory errors: which tensors made up the peak, by role and module, and which plan is the next smaller one.
 
     with pare.explain_oom(model, optimizer=optimizer):
         for batch in loader: ...        # an out-of-memory error is raised unchanged, with a note at the end of its traceback
@@ -48,17 +48,10 @@ from paredown.roles import Role
 from paredown.session.open_sessions import any_session_of
 from paredown.sizes import parse_bytes, say_bytes
 
-STORED_BEFORE = (
-    Role.WEIGHT,
-    Role.MASTER,
-    Role.RESIDUE,
-    Role.MOMENT1,
-    Role.MOMENT2,
-    Role.BUFFER,
-    Role.INPUT,
-)  # exist when a step begins
+# roles of tensors that exist when a step begins
+STORED_BEFORE = (Role.WEIGHT, Role.MASTER, Role.RESIDUE, Role.MOMENT1, Role.MOMENT2, Role.BUFFER, Role.INPUT)
 CLEARLY = 0.95  # of the peak; a plan above that is not worth another run
-SHARE_AT_PEAK = 0.01  # roles with less of the peak are not named
+SHARE_AT_PEAK = 0.01  # roles with a smaller share of the peak are not named
 FRAGMENTED = 0.05  # of the device's memory: as much as that, reserved and not allocated, is worth advice
 RESERVED = re.compile(r"([\d.]+ [KMGT]iB) is reserved by PyTorch but unallocated")  # in torch's message
 OUT_OF_MEMORY_TEXTS = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")  # in messages of RuntimeErrors of libraries
@@ -67,7 +60,7 @@ NOT_COUNTED = "The loss is computed outside of the model, and what it stores is 
 CAPACITY = re.compile(r"total capacity of ([\d.]+ [KMGT]iB)")
 ACTIVATIONS, TIERS = ("activations8", "activations4", "activations2"), ("half", "lpmm")
 FROZEN = ("frozen8", "frozen4")  # for models with frozen weights
-SMALL_RATE_TIERS = ("fine_tune",)  # in place of TIERS at small learning rates, which the weights of those do not follow
+SMALL_RATE_TIERS = ("fine_tune",)  # in place of TIERS at small learning rates, whose updates are too small for the weights of TIERS
 
 
 def explain_shortage(
@@ -78,10 +71,11 @@ def explain_shortage(
     available_bytes: int | None = None,
     learning_rate: float | None = None,
 ) -> str:
-    """Return a text on which role of tensors takes the most memory at the peak of `plan`, and the next smaller plan.
+    """Return a text that says what takes the most memory at the peak of `plan`, and which plan to try next.
 
-    `candidates`: predicted peaks of plans by name, by default those of the presets. `available_bytes`: memory of the device, if known,
-    into which the next plan must fit. `learning_rate`, if known: at a small one, presets store weights with a residue.
+    `candidates` maps names of plans to their predicted peaks in bytes, by default those of the presets; the next plan is the largest of
+    clearly smaller peak. `available_bytes` is the memory of the device, if known, into which it must fit. At a small `learning_rate`, if
+    known, presets store weights with a residue (extra bits).
     """
     foot = footprint(trace, plan)
     limit = min(int(CLEARLY * foot.peak_bytes), available_bytes or foot.peak_bytes)
@@ -124,7 +118,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def add_explanation(error: BaseException, trace: Trace | None, plan: Plan, *, learning_rate: float | None = None) -> None:
-    """Add an explanation to the traceback of `error` if it is an out-of-memory error of the step that `trace` and `plan` describe."""
+    """Add to the traceback of `error` what made up the peak of the step, if the error says that memory ran out.
+
+    `trace` and `plan` are those of the step; if `trace` is None, only advice about the allocator is added.
+    """
     if not is_out_of_memory(error):
         return
     if trace is not None:
@@ -136,7 +133,7 @@ def add_explanation(error: BaseException, trace: Trace | None, plan: Plan, *, le
 
 
 def allocator_advice(message: str) -> str:
-    """Return advice if torch's message says that it reserved much memory that is not allocated; "" otherwise.
+    """Return advice if torch's error message says that much memory is reserved but not allocated; "" otherwise.
 
     >>> allocator_advice("GPU 0 has a total capacity of 24.00 GiB ... and 3.10 GiB is reserved by PyTorch but unallocated.")[:61]
     '3.10 GiB of 24.00 GiB is reserved by torch and not allocated:'
@@ -151,10 +148,10 @@ def allocator_advice(message: str) -> str:
 
 
 class LastCall:
-    """Records shapes and dtypes of a model's last call with gradients, so that the step can be traced after it ran out of memory.
+    """Remembers the shapes of a model's last call with gradients, so that the step can be explained if memory runs out.
 
-    `traced_as`: arguments of `trace_step`; device and autocast are those of the call where it does not name them. `learning_rate`: that of
-    the training, if known.
+    `traced_as` are arguments of `trace_step`; device and autocast are those of the call unless given there. `learning_rate` is that of the
+    training, if known.
     """
 
     def __init__(self, model: nn.Module, **traced_as: Any) -> None:
@@ -164,7 +161,7 @@ class LastCall:
         self._handle = model.register_forward_pre_hook(Hook(self._record), with_kwargs=True)
 
     def explain(self, error: BaseException, plan: Plan) -> None:
-        """Trace the step of the last call under `plan`, and add an explanation to `error` if it is an out-of-memory error."""
+        """Trace the step of the last call, and add an explanation to `error` if memory ran out."""
         args, named = self._arguments
         if not is_out_of_memory(error):
             return
@@ -186,7 +183,6 @@ class LastCall:
         self._handle.remove()
 
     def _batch(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any]:
-        """Return the arguments of a call as the batch that `trace_step` takes, with a place for the target if a loss is given."""
         if named:
             return (dict(inspect.signature(self._model.forward).bind(*args, **named).arguments) if args else named,)
         return ((*args, None) if "loss" in self.traced_as else args,)
@@ -205,9 +201,9 @@ class LastCall:
 def explain_oom(model: nn.Module, *, optimizer: Any = None, learning_rate: float | None = None) -> Generator[None]:
     """Return a context that explains out-of-memory errors: which tensors made up the peak, and which plan needs less.
 
-    The step is traced again from the shapes of the model's last call, under the plan of the model's open session. `optimizer` is what
-    `trace_step` takes: a name, or the instance. If the model does not return its loss, the mean of its outputs is used, which stores
-    nothing, and the note says that the loss is not counted.
+    The step is traced again from the shapes of the model's last call, under the plan of the model's open session. `optimizer` is a name or
+    an instance, as for `trace_step`. If the model does not return its loss, the mean of its outputs is used, which stores nothing, and the
+    note says that the loss is not counted.
     """
     call = LastCall(unwrapped(model), optimizer=optimizer, loss=LossOf())
     call.learning_rate = learning_rate
@@ -224,7 +220,10 @@ def explain_oom(model: nn.Module, *, optimizer: Any = None, learning_rate: float
 
 
 class LossOf:
-    """A loss function that returns the model's own loss, or for other outputs the sum of their means."""
+    """A loss function for `trace_step` that needs no target: it returns the loss that the model returned.
+
+    If the model returned none, it is the sum of the means of all outputs, which only serves to run backward.
+    """
 
     is_missing = False  # whether a model returned none
 

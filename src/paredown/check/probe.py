@@ -37,7 +37,7 @@ from paredown.predict.fake.fake_step import Arguments, loss_of, signature_errors
 
 FORMATS = ("int8/64@bf16", "int4/64@bf16", "uint2/64@bf16+bf16")
 BACKWARDS = 16
-MAX_FORMATS = 3  # formats in which nodes run; errors of others are scaled by the squared rounding error of the values
+MAX_FORMATS = 3  # most formats in which nodes run; errors of further formats are scaled by the squared rounding error of the values
 MIN_ESTIMATED = 0.02  # a slot is corrected by groups if more than this share of its error is an estimate
 
 
@@ -51,11 +51,12 @@ def probe(
     backwards: int = BACKWARDS,
     seed: int = 0,
 ) -> Sensitivities:
-    """Return the squared relative gradient error that rounding one activation of `trace` alone causes, by slot and by format.
+    """Return the squared relative gradient errors that rounding single activations causes, by slot and format.
 
-    `batch` and `loss` are those of `trace_step`; the batch may be smaller than the traced one, and should be where memory is short, since a
-    probe packs nothing. `formats`: None for FORMATS. `backwards`: the most backward passes. `seed`: of stochastic rounding. Gradients,
-    buffers, mode and random states of the model are afterwards what they were before.
+    An error is summed over parameters: |difference|^2 / |gradient|^2. `trace` is of this model, and `batch` and `loss` are those of
+    `trace_step`; the batch may be smaller than the traced one, and should be if memory is short, since a probe packs nothing. `formats`
+    None stands for FORMATS. `backwards` is the most backward passes to run, `seed` that of stochastic rounding. The model's gradients,
+    buffers, mode and random states are afterwards the same as before.
     """
     checked = _checked_formats(formats, backwards, trace)
     if any(isinstance(p, DTensor) for p in model.parameters()):
@@ -72,7 +73,7 @@ def probe(
 
 
 class ProbeMeasurement:
-    """The measurement behind `probe`: one forward pass, and backward passes with different slots rounded."""
+    """The measurements of `probe` after one forward pass: backward passes with different saved tensors rounded."""
 
     def __init__(self, board: HeldForward, slots: Mapping[str, Slot], loss: Tensor, parameters: Sequence[Tensor]) -> None:
         self.board, self.slots, self.loss, self.parameters = board, slots, loss, parameters
@@ -80,7 +81,10 @@ class ProbeMeasurement:
         self.energies: list[float] = []  # sums of squares of those gradients
 
     def errors(self, formats: Sequence[Format], backwards: int) -> dict[str, dict[str, float]]:
-        """Return the squared relative gradient error by slot and format, measured in at most `backwards` backward passes."""
+        """Return the squared relative gradient error of each slot (saved tensor) in each format, by name and format.
+
+        At most `backwards` backward passes run; errors in formats that they leave out are estimated.
+        """
         called = formats if len(formats) <= min(MAX_FORMATS, backwards - 1) else [_middle(formats)]
         noise = NoiseMeasurement(self._trials(called))
         exact = noise.backward(self.loss, self.parameters)
@@ -116,7 +120,11 @@ class ProbeMeasurement:
         return trials
 
     def _scales(self, parts: Mapping[str, tuple[float, float]], format: Format, backwards: int) -> dict[str, float]:
-        """Return a factor for each slot that corrects its estimated error (`parts`: exact and estimated), measured with groups of slots."""
+        """Return factors by which estimated errors of saved tensors are corrected.
+
+        They come from at most `backwards` passes, each with a group of tensors rounded. `parts` has, for each tensor, the (exact,
+        estimated) parts of its error in `format`.
+        """
         estimates = [name for name, (direct, rest) in parts.items() if rest > MIN_ESTIMATED * (direct + rest)]
         scales: dict[str, float] = {}
         alone = sorted(estimates, key=lambda name: -sum(parts[name]))[: backwards // 3]
@@ -127,7 +135,7 @@ class ProbeMeasurement:
         return scales
 
     def error_of(self, names: Iterable[str], format: Format) -> float:
-        """Round the slots `names` together in one backward pass, and return the squared relative error of its gradients."""
+        """Return the squared relative gradient error if the saved tensors `names` are rounded to `format` together."""
         self.board.round(dict.fromkeys(names, format), turn=1)
         gradients = torch.autograd.grad(self.loss, [p for p, _ in self.trained], retain_graph=True)
         self.board.restore()
@@ -135,7 +143,10 @@ class ProbeMeasurement:
         return sum(part / whole for part, whole in zip(parts.tolist(), self.energies, strict=True) if whole > 0)
 
     def _extend(self, errors: Mapping[str, dict[str, float]], known: Format, formats: Sequence[Format]) -> None:
-        """Add errors of formats that were not measured: those of `known` times the ratio of the squared rounding errors of the values."""
+        """Add estimated errors in `formats` that were not measured, in proportion to the rounding errors of the values.
+
+        `errors` maps saved tensors to their error by format; all of them were measured in the format `known`.
+        """
         for name, row in errors.items() if formats else ():
             held = self.board.slots[name]
             base = self._rounding_error(held, known)
@@ -151,9 +162,9 @@ class ProbeMeasurement:
 
 
 def groups(ops: Mapping[str, str], count: int) -> list[list[str]]:
-    """Return at most `count` groups of slots, about equally large, each with neighbouring slots of the same operation.
+    """Return at most `count` groups of saved tensors, about equally large, each of neighbours that one operation saved.
 
-    `ops`: the operation that saved each slot, by its name.
+    `ops` maps the name of each tensor to the operation that saved it. If there are more operations than groups, the rarest share one.
 
     >>> groups({"a": "norm", "b": "gelu", "c": "norm", "d": "norm", "e": "gelu"}, 3)
     [['a'], ['c', 'd'], ['b', 'e']]

@@ -1,4 +1,4 @@
-"""One forward pass whose saved tensors can be rounded to another format for every backward pass, and how rounding errors propagate.
+"""Rounds saved tensors of one forward pass to another format for every backward pass, and measures how rounding errors propagate.
 
     board = HeldForward(model, seed=0)
     loss = board.forward(lambda: criterion(model(x), y))
@@ -6,7 +6,7 @@
     torch.autograd.grad(loss, parameters, retain_graph=True)
 
 `HeldForward` has the slots of a session, and keeps their exact values. A pinned slot is not rounded to less than its pin. A slot that a
-session would recompute from another is rounded by itself: about as if the other had the same format, and exact while it has none.
+session would recompute from another slot is rounded by itself, about as if that slot had the same format.
 
 `NoiseMeasurement` runs one exact backward pass. A hook behind each node measures the energy |g|^2 of the gradients that enter the node, and
 of those that leave it on each edge. A node that saved a slot also runs with that slot rounded, and the energy of the difference is measured
@@ -47,7 +47,10 @@ from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, Stor
 
 @dataclass(eq=False)
 class HeldSlot:
-    """A slot that a probe rounds: the tensor that backward reads, its exact values, and the autograd nodes that saved it."""
+    """A saved tensor that a probe can round: its exact values, and the autograd nodes that saved it.
+
+    Backward reads it through `form`, which refers to exact or to rounded values.
+    """
 
     name: str
     op: str
@@ -56,36 +59,35 @@ class HeldSlot:
     nodes: list[Any] = field(default_factory=list)
     pin: Pin | None = None
     is_centered: bool = False  # backward subtracts a mean from it
-    rounded: dict[Format, PackedTensor] = field(
-        default_factory=dict[Format, PackedTensor]
-    )  # for several nodes that use the slot one by one
+    # rounded values, stored for several nodes that use the slot one by one
+    rounded: dict[Format, PackedTensor] = field(default_factory=dict[Format, PackedTensor])
 
     def resolved(self, format: Format) -> Format | None:
-        """Return the format in which a session stores this slot if a plan requests `format`; None if unmodified."""
+        """Return the format in which a session stores this tensor if a plan requests `format`; None: unmodified."""
         dtype = str(self.exact.dtype).removeprefix("torch.")
         return resolve_format(
             Assignment(format), Needs(Use.VALUE, self.pin, self.is_centered), dtype=dtype, numel=self.exact.numel()
         )[0]
 
     def restore(self) -> None:
-        """Copy the exact values of this slot back into the tensor that backward reads."""
+        """Make backward read the exact values of this tensor again."""
         self.form.refer_to(self.exact)
 
     def round(self, format: Format, seed: Seed, *, keeps: bool = False) -> None:
-        """Overwrite the slot's tensor by its values rounded to `format`; `keeps`: the packed values are stored for reuse."""
+        """Make backward read this tensor's values rounded to `format`; with `keeps`, later calls reuse the codes."""
         packed = self.rounded.get(format) or self.encode(format, seed)
         if keeps:
             self.rounded[format] = packed
         self.form.refer_to(packed.decode())
 
     def encode(self, format: Format, seed: Seed) -> PackedTensor:
-        """Return the exact values of this slot encoded in `format`, as a session would encode them."""
+        """Return the exact values of this tensor encoded in `format`, with the bits that a session would store."""
         return encode_flat(self.exact, format, Assignment(format).resolved_rounding, None, seed)
 
 
 @final
 class HeldForward:
-    """A forward pass of `model` whose saved tensors, `slots` by name, can be rounded before each backward pass."""
+    """A forward pass of `model` for several backward passes, each with other saved tensors (`slots`) rounded."""
 
     def __init__(self, model: nn.Module, *, seed: int) -> None:
         self.slots: dict[str, HeldSlot] = {}
@@ -110,12 +112,12 @@ class HeldForward:
         return loss
 
     def restore(self) -> None:
-        """Copy the exact values of all slots back into the tensors that backward reads."""
+        """Make backward read the exact values of all saved tensors again."""
         for held in self._by_form.values():
             held.restore()
 
     def round(self, formats: Mapping[str, Format], *, turn: int = 0) -> None:
-        """Round the saved tensors that `formats` names to these formats, and make all others exact; `turn` selects the random bits."""
+        """Round the saved tensors in `formats`, and make all others exact; each `turn` has other random bits."""
         self.restore()
         for name, format in formats.items():
             resolved = self.slots[name].resolved(format)
@@ -123,14 +125,14 @@ class HeldForward:
                 self.slots[name].round(resolved, self.seed_of(name, turn))
 
     def close(self) -> None:
-        """Release autograd's graph and the tensors that it holds, since a weight that a graph holds cannot be packed."""
+        """Release autograd's graph and its tensors, since a weight that a graph holds cannot be packed."""
         for held in self._by_form.values():
             held.nodes.clear()
         self.slots.clear()
         self._by_form.clear()
 
     def seed_of(self, name: str, turn: int) -> Seed:
-        """Return the seed for the stochastic rounding of a slot; it differs for each `turn`."""
+        """Return the seed for the stochastic rounding of the saved tensor `name`; each `turn` has another seed."""
         return Seed(self._seed, crc32(name.encode()), turn)
 
     def _begin(self) -> bool:
@@ -157,7 +159,7 @@ Energies = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class SlotRounding:
-    """Functions that change a slot between backward passes: `round` writes rounded values into it, `restore` the exact ones."""
+    """A saved tensor in one format: `round` makes backward read its rounded values, `restore` the exact ones."""
 
     slot: str
     format: str
@@ -167,7 +169,11 @@ class SlotRounding:
 
 @dataclass(eq=False)
 class NodeEnergies:
-    """The sums of squares ("energies") of an autograd node's gradients, and of their changes by the (slot, format) that was rounded."""
+    """The sums of squares ("energies") of the gradients of one autograd node, measured in a backward pass.
+
+    `incoming` and `outgoing` are those of the gradients that the node gets and returns. `differences` has, by (saved tensor, format), those
+    of the changes of `outgoing` if the tensor is rounded.
+    """
 
     node: Any
     incoming: Tensor
@@ -176,9 +182,9 @@ class NodeEnergies:
 
 
 class NoiseMeasurement:
-    """The measurement, in one exact backward pass, of how much rounding each slot would change the gradients.
+    """Measures in one exact backward pass how much rounding each saved tensor would change the gradients.
 
-    `trials`: by autograd node, the slots that the node saved, once for each format.
+    `trials` maps each autograd node to the tensors that it saved, once for each format; the node runs again for each of them.
     """
 
     def __init__(self, trials: Mapping[Any, Sequence[SlotRounding]]) -> None:
@@ -186,7 +192,7 @@ class NoiseMeasurement:
         self._measured: list[NodeEnergies] = []
 
     def backward(self, loss: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Return the exact gradients of `parameters`; the graph can be used again."""
+        """Return the exact gradients of `parameters`; measure meanwhile how rounding tensors would change them."""
         handles = [node.register_hook(self._hook(node)) for node in nodes_behind(loss)]
         try:
             return torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
@@ -195,10 +201,10 @@ class NoiseMeasurement:
                 handle.remove()
 
     def errors(self, parameters: Sequence[Tensor], energies: Sequence[float]) -> dict[tuple[str, str], tuple[float, float]]:
-        """Return two gradient errors for each (slot, format): of the node's own parameters, and of all others.
+        """Return (direct, estimated) squared relative gradient errors for each (saved tensor, format).
 
-        The first is the error in parameters to which an edge of the slot's node leads directly, the second an estimate for all others.
-        `energies`: the sum of squares of each parameter's gradient, in the order of `parameters`.
+        The direct error is that of parameters whose gradient the tensor's node itself computes; the other is an estimate for all parameters
+        further back. `energies` has the sum of squares of each parameter's gradient, in the order of `parameters`.
         """
         of_parameters = {id(p): 1 / energy for p, energy in zip(parameters, energies, strict=True) if energy > 0}
         tensors, structure = tree_flatten([(row.incoming, row.outgoing, row.differences) for row in self._measured])
@@ -208,9 +214,7 @@ class NoiseMeasurement:
         weights: dict[Any, float] = {}
         errors: dict[tuple[str, str], tuple[float, float]] = {}
         nodes = [row.node for row in self._measured]
-        for node, (incoming, outgoing, by_format) in zip(
-            reversed(nodes), reversed(rows), strict=True
-        ):  # from parameters to the loss
+        for node, (incoming, outgoing, by_format) in zip(reversed(nodes), reversed(rows), strict=True):  # from parameters to loss
             targets = [edge for edge, _ in node.next_functions]
             values = [_weight(target, of_parameters, weights) for target in targets]
             if incoming > 0:
@@ -243,14 +247,14 @@ class NoiseMeasurement:
 
 
 def energy_of(tensor: Tensor | None) -> Tensor | None:
-    """Return the sum of squares of a tensor, on its device; None if `tensor` is None or has integers."""
+    """Return the sum of squares of a tensor, as a tensor on its device; None if `tensor` is None or has integers."""
     if tensor is None or not tensor.is_floating_point():
         return None
     return torch.linalg.vector_norm(tensor, dtype=torch.float32).square()
 
 
 def nodes_behind(loss: Tensor) -> list[Any]:
-    """Return the autograd nodes that backward from `loss` may run, except those that accumulate gradients of parameters."""
+    """Return the autograd nodes that run in backward from `loss`, except the nodes that accumulate p.grad."""
     pending, seen = [loss.grad_fn], dict[Any, None]()
     while pending:
         node = pending.pop()
@@ -276,7 +280,7 @@ VIEWS_AND_CASTS = frozenset(("TBackward0", "TransposeBackward0", "ToCopyBackward
 
 
 def _parameter(node: Any) -> Tensor | None:
-    """Return the parameter that a node passes its gradient to, directly or through views and casts; None if there is none."""
+    """Return the parameter whose gradient `node` accumulates, directly or behind views and casts, or None."""
     while node is not None and node.name() in VIEWS_AND_CASTS:
         node = node.next_functions[0][0]
     return node.variable if node is not None and node.name() == ACCUMULATE else None

@@ -15,10 +15,10 @@ act:input  int8/64@bf16  plan   0.31   0.31   fc.bias
 exact plan: gradients must have the same bits
 plan: gradients may differ by 2 % of their norm: tolerance=0.02 was given. They differ by up to 31 %
 
-A verdict says what `ok` is worth. An error is relative to the norm of the gradient, or to a larger one, so that a gradient of zero has an
-error of at most 1. A tolerance of USELESS_TOLERANCE = 1 or more therefore lets it pass, and gradients of the wrong sign too: it does not
-tell a plan that trains from one that does not. Below 1, the gradient under the plan has a positive inner product with that of the
-baseline for every parameter whose error is relative to its own norm: it is a descent direction.
+A verdict says what `ok` is worth. An error is relative to the norm of the gradient, or to a larger number, so that a gradient of zero has
+an error of at most 1. A tolerance of USELESS_TOLERANCE = 1 or more therefore accepts a gradient of zero, and gradients of the wrong sign
+too: it does not tell a plan that trains from one that does not. Below 1, the gradient under the plan has a positive inner product with that
+of the baseline for every parameter whose error is relative to its own norm: it is a descent direction.
 
     same bits                      no gradient differs at all under the plan
     within the format's bound      ok, with a tolerance below USELESS_TOLERANCE
@@ -51,7 +51,7 @@ from paredown.tables import Table
 
 VERSION = 1  # of the JSON
 DERIVED = ("ok", "verdict")  # in the JSON for readers; they follow from the fields
-PEAK = 3.0  # the largest of 64 normally distributed values is at 2.4 standard deviations on average
+PEAK = 3.0  # standard deviations; the largest of 64 normally distributed values is at 2.4 on average
 SHOWN = 12  # parameters that repr prints
 OK, OFF, WRONG = "ok", "off", "off under the exact plan"
 USELESS_TOLERANCE = 1.0  # the error of a gradient of zero
@@ -69,7 +69,10 @@ Fails = Callable[[Sequence[str]], bool]
 
 @dataclass(frozen=True)
 class Compared:
-    """The gradient errors of one parameter and the verdict on them: with all slots stored exactly, and under the plan."""
+    """A row of the result of `verify`: the gradient errors of one parameter, and a verdict.
+
+    `exact_error` is the error if all saved tensors are stored in float32, `error` that under the plan.
+    """
 
     name: str
     exact_error: float
@@ -78,17 +81,17 @@ class Compared:
 
     @staticmethod
     def of(name: str, exact_error: float, error: float, exact_tolerance: float, tolerance: float) -> Compared:
-        """Return the row of the parameter `name`, with the verdict that follows from its two errors and their tolerances."""
+        """Return the row of the parameter `name`; the verdict says which error exceeds its tolerance, if any."""
         verdict = WRONG if exact_error > exact_tolerance else OFF if error > tolerance else OK
         return Compared(name, min(exact_error, LARGEST), min(error, LARGEST), verdict)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A slot whose storage makes a gradient wrong, and the parameter whose gradient has the largest error.
+    """A saved tensor (slot) whose storage makes gradients wrong, and the parameter with the largest error.
 
-    `error`: the gradient error with all slots of the failing set stored; `alone`: with only this slot stored. `under`: "exact plan" or
-    "plan".
+    `error` is the parameter's error with all tensors of a failing set stored, `alone` with only this one stored. `under` is the plan that
+    fails: "exact plan" (all formats replaced by fp32) or "plan".
     """
 
     slot: str
@@ -105,9 +108,10 @@ class Fault:
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """The result of `verify`: relative errors of gradients under a plan against those of the unmodified model.
+    """The result of `verify`: the relative error of each gradient under a plan, and the saved tensors at fault.
 
-    `reason` explains `tolerance`. `exact_tolerance` is 0 where two runs of the unmodified step give the same bits.
+    `reason` explains `tolerance`, the largest allowed error. `exact_tolerance` is that of the plan with all formats replaced by fp32; it is
+    0 if two runs of the unmodified step give the same bits and no module runs over pieces of the sequence.
     """
 
     model: str
@@ -120,12 +124,12 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether every gradient is within its tolerance."""
+        """Return whether every gradient is within its tolerance."""
         return all(row.verdict == OK for row in self.rows)
 
     @property
     def verdict(self) -> str:
-        """The verdict: "same bits", "within the format's bound", "too coarse to be useful", or "outside the format's bound"."""
+        """Return one of the four verdicts: "same bits", within or outside the format's bound, or too coarse."""
         if not self.ok:
             return OUTSIDE_BOUND
         if not any(row.error or row.exact_error for row in self.rows):
@@ -133,7 +137,7 @@ class Verification:
         return TOO_COARSE if self.tolerance >= USELESS_TOLERANCE else WITHIN_BOUND
 
     def check(self) -> Verification:
-        """Return this verification if it is ok, with a UserWarning if it is too coarse to be useful; else raise VerificationError."""
+        """Return this verification if it is ok, with a warning if it is too coarse; raise VerificationError if not."""
         if not self.ok:
             raise VerificationError(
                 f"gradients under the plan are not those of the unmodified model. Leave the slots at fault unmodified "
@@ -145,7 +149,7 @@ class Verification:
 
     @property
     def summary(self) -> str:
-        """The first line of the printed result: whether it is ok, the verdict, and the number of parameters."""
+        """Return the first line of the printed result: whether it is ok, the verdict, and the number of parameters."""
         off = sum(row.verdict != OK for row in self.rows)
         num = len(self.rows)
         counts = f"{off} of {num} parameters {'is' if off == 1 else 'are'} off" if off else f"{num} parameter{'s' * (num != 1)}"
@@ -154,7 +158,7 @@ class Verification:
 
     @property
     def meaning(self) -> str:
-        """The sentences that explain the tolerance and the result, with a warning if the formats are too coarse."""
+        """Return sentences for the user on the tolerance and the errors, with a warning if formats are too coarse."""
         gradients = [row.error for row in self.rows if not row.name.startswith("weight=")]  # those are values of packed weights
         measured = max(gradients, default=0.0)
         text = f"{_say_allowed(self.tolerance)}: {self.reason}"
@@ -179,12 +183,12 @@ class Verification:
         return Table(HEAD, [(row.name, _say(row.exact_error), _say(row.error), row.verdict) for row in rows])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value of this verification: version, `ok`, `verdict` and the fields."""
+        """Return the verification as a JSON value: version, `ok`, `verdict` and the fields."""
         return {"version": VERSION, "ok": self.ok, "verdict": self.verdict, **dump_dataclass(self)}
 
     @staticmethod
     def from_json(value: Any) -> Verification:
-        """Return the verification whose `to_json` is `value`."""
+        """Return the verification that `to_json` wrote as `value`."""
         names = [row.name for row in fields(Verification)]
         parts = object_parts(value, "verification", [*names, *DERIVED], ("version", "model", "rows"), VERSION, PlanError)
         return read_dataclass(Verification, {name: parts[name] for name in parts if name not in DERIVED}, "verification", PlanError)
@@ -218,7 +222,7 @@ def _say_allowed(tolerance: float) -> str:
 
 
 def expected_error(format: Format, rounding: Rounding) -> float:
-    """Return the expected relative error of normally distributed values in a format: root mean square over standard deviation.
+    """Return the expected relative error (root mean square) of normally distributed values in a format.
 
         float    2^-(mantissa bits + 1) / sqrt(3)      rounded to nearest; stochastic rounding has sqrt(2) times that
         intN     PEAK / (2^(N-1) - 1) / sqrt(12)       the largest value of a block is at about PEAK standard deviations
@@ -241,14 +245,20 @@ def expected_error(format: Format, rounding: Rounding) -> float:
 
 
 class FaultSearch:
-    """A search for the slots that make gradients wrong, in at most `max_tests` runs; with `is_spent`, sets may not be minimal."""
+    """Finds the saved tensors (slots) that make gradients wrong, by runs with only some of them stored packed.
+
+    At most `max_tests` runs are made. If they do not suffice, `is_spent` is true and the sets that are found may not be minimal.
+    """
 
     def __init__(self, max_tests: int) -> None:
         self.num_left = max_tests
         self.is_spent = False
 
     def minimal_groups(self, slots: Sequence[str], fails: Fails) -> tuple[list[list[str]], bool]:
-        """Return minimal groups of slots for which `fails(names)`, which stores them, and whether it fails with no slot stored."""
+        """Return minimal groups of saved tensors that make the test fail, and whether it fails with none stored.
+
+        `fails(names)` is the test: it must run the step with only the tensors `names` stored, and return whether gradients are wrong.
+        """
         groups, rest = list[list[str]](), list(slots)
         if self._fails(fails, ()):
             return groups, True
@@ -259,7 +269,10 @@ class FaultSearch:
         return groups, False
 
     def _minimal(self, fails: Fails, kept: list[str], candidates: list[str], *, is_known: bool) -> list[str]:
-        """Return the smallest part of `candidates` that makes the test fail if it is stored together with `kept`."""
+        """Return a minimal part of `candidates` that makes the test fail if it is stored together with `kept`.
+
+        With `is_known`, `kept` alone is known to pass the test. Without any name in the part, the test would pass.
+        """
         if not is_known and self._fails(fails, kept):
             return []
         if len(candidates) == 1 or self.is_spent:

@@ -1,4 +1,4 @@
-"""`verify(model, batch, plan)`: gradients under a plan against those of the unmodified model, parameter by parameter.
+"""`verify(model, batch, plan)` compares gradients under a plan with those of the baseline, parameter by parameter.
 
     the unmodified step, twice     the baseline; if its two results differ, the tolerance of both plans is widened by that difference; tiles
                                    widen it by that of sums in another order
@@ -61,11 +61,11 @@ from paredown.session.session import Session, start_session
 SAFETY = 3.0
 NOISE = 8.0  # the tolerance includes this many times the difference of two unmodified steps
 ORDER_OF_SUMS = 2.0  # tiles sum gradients in another order, which counts as a difference of this many times the dtype's precision
-NUM_DRAWS = 2  # of random errors of weights
+NUM_DRAWS = 2  # draws of random errors of weights
 # rounded weights changed gradients by 0.6 to 1.0 times as much as random errors did: five networks, four formats, three seeds
 SAFETY_OF_RANDOM = 2.0
-MIN_SCALE = 1e-3  # errors are relative to at least this part of the model's root mean square gradient
-MAX_RUNS = 96  # runs that store some of the slots, in total
+MIN_SCALE = 1e-3  # errors are relative to at least this share of the root mean square of the model's gradient
+MAX_RUNS = 96  # most runs that store some of the slots, in total
 MAX_FAULTS = 8
 STORED = (Role.ACTIVATION, Role.WEIGHT, Role.FROZEN)  # roles of rules that a forward and backward pass depend on
 LOSSLESS: dict[type[StoredForm], str] = {
@@ -97,11 +97,12 @@ def verify(
     tolerance: float | None = None,
     seed: int = 0,
 ) -> Verification:
-    """Return how far the gradients of a step under `plan` are from those of the unmodified model, and the slots at fault.
+    """Return how far gradients under `plan` are from those of the unmodified model, and the saved tensors at fault.
 
-    `batch`, `loss` and `autocast` are those of `trace_step`; an autocast context around the call applies too. Leave `plan` out if the model
-    has a session: its plan is verified. `tolerance` replaces the one that follows from the formats. `seed`: of stochastic rounding.
-    Weights, gradients, buffers, hooks, mode and random states of the model are afterwards what they were before.
+    `batch`, `loss` and `autocast` are those of `trace_step`; an autocast context around the call applies too. If the model has a session,
+    leave `plan` out: the session's plan is verified. `tolerance` replaces the largest relative error that follows from the formats. `seed`
+    is that of stochastic rounding. The model's weights, gradients, buffers, hooks, mode and random states are afterwards the same as
+    before.
     """
 
     def step(part: Any) -> Tensor:
@@ -118,7 +119,7 @@ def verify(
 def verify_step(
     model: nn.Module, batch: Any, step: Step, plan: Plan | None = None, *, tolerance: float | None = None, seed: int = 0
 ) -> Verification:
-    """Return the result of `verify` for a loss that `step(batch)` computes with `model`, such as a library's training step.
+    """Return the result of `verify` for a loss that `step(batch)` computes, such as a library's training step.
 
     If the unmodified step runs out of memory, the first half of the batch is used, then the first quarter, and so on.
     """
@@ -177,7 +178,7 @@ def _checked(model: nn.Module, plan: Plan | None, tolerance: float | None) -> Se
 def _session(
     opened: Session | None, plan: Plan | None, model: nn.Module, seed: int
 ) -> Generator[tuple[Session, Mapping[str, Tensor]]]:
-    """Return a context with the session of the plan, opened for it unless one is open, and the weights before it packed them."""
+    """Return a context with a session of the model, `opened` or else a new one, and copies of weights to be packed."""
     if opened is not None:
         yield opened, {}
         return
@@ -198,12 +199,12 @@ def _session(
 
 
 class VerificationRuns:
-    """The runs of one step that `verify` compares: unmodified, and with some or all slots stored."""
+    """The runs of one training step that `verify` compares: unmodified, and with saved tensors stored packed."""
 
     def __init__(
         self, session: Session, model: nn.Module, step: Callable[[], Tensor], originals: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Prepare the runs. `originals` has the values of weights before they were packed (none for an open session)."""
+        """Prepare the runs; `originals` has the values of packed weights before they were packed, if known."""
         self.session, self.model, self.step = session, model, step
         self.originals = {name: values for name, values in (originals or {}).items() if name in session.runs.packed_weights}
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -217,7 +218,10 @@ class VerificationRuns:
         self.errors: dict[str, float] = {}  # stored slot -> the expected relative error of its values
 
     def verification(self, tolerance: float | None) -> Verification:
-        """Return the result of three runs: the baseline, all slots stored in float32 (the exact plan), and the plan."""
+        """Return the result of three runs: the unmodified step, all formats replaced by fp32, and the plan.
+
+        `tolerance` is the largest allowed relative error; None: what the formats explain.
+        """
         with self.session.runs.restored() as self._rewind:
             self._measure_baseline()
             noise = max(self._distances(self._unmodified(), is_exact=True), default=0.0)
@@ -252,13 +256,16 @@ class VerificationRuns:
     # --- runs -----------------------------------------------------------------------------------------------------------
 
     def stored(self, names: Collection[str] | None = None, *, is_exact: bool = False, records_formats: bool = False) -> Gradients:
-        """Return the gradients of a step in which the slots `names` (None: all) are stored; `is_exact` stores them in float32."""
+        """Return the gradients with only the saved tensors `names` stored as the plan says; None: all of them.
+
+        With `is_exact`, they are stored in float32. With `records_formats`, their formats and expected errors are recorded.
+        """
         observer = (lambda saved, _, form: self._record_format(saved.name, form)) if records_formats else None
         with self.session.runs.storing(names, is_exact=is_exact, on_packed=observer):
             return self._gradients()
 
     def _error_of_random_weights(self) -> float:
-        """Return the largest gradient error in runs whose weights have random errors, also for the rounded inputs of products."""
+        """Return the largest gradient error if weights have random errors as large as rounding causes."""
         weights = self.session.runs.packed_weights
         errors = {name: expected_error(weights[name].format, Rounding.NEAREST_EVEN) for name in self.originals}
         seeds = iter(range(NUM_DRAWS * sum(1 for _ in self.model.parameters())))
@@ -278,13 +285,13 @@ class VerificationRuns:
         return max(distances)
 
     def _product_errors(self) -> dict[str, float]:
-        """Return the expected relative error of each layer that multiplies 8-bit codes, from rounding its three matrices."""
+        """Return the expected relative error of each layer that multiplies 8-bit codes, by rounding its operands."""
         multiplied = self.products.multiplied if self.products is not None else {}
         formats = {path: Format.parse(f"{element}/64@fp32") for path, element in multiplied.items()}
         return {f"product={path}": sqrt(3) * expected_error(format, Rounding.NEAREST_EVEN) for path, format in formats.items()}
 
     def _weights_off(self) -> list[Fault]:
-        """Return a row for each packed weight that differs from its original by more than its format explains."""
+        """Return a `Fault` for each packed weight that differs from its original by more than its format explains."""
         found: list[Fault] = []
         for name, weight in self.session.runs.packed_weights.items():
             error = weight.rounding_error
@@ -293,7 +300,10 @@ class VerificationRuns:
         return found
 
     def _unmodified(self, values: Callable[[str, Tensor], Tensor] | None = None, names: Collection[str] = ()) -> Gradients:
-        """Return the gradients without the plan; with `values`, weights in `names` are replaced, and products have the model's dtype."""
+        """Return the gradients without stored tensors; `values(name, parameter)` replaces the weights `names`.
+
+        Products in 8 bits are left out only if `values` is given.
+        """
         products = self.products.paused() if values is not None and self.products is not None else nullcontext()
         with self.session.runs.unmodified(), products, self._having(values, names) if values is not None else nullcontext():
             return self._gradients()
@@ -355,17 +365,21 @@ class VerificationRuns:
         ]
 
     def _distances(self, gradients: Gradients, *, is_exact: bool = False) -> list[float]:
-        """Return the relative error of each gradient, 0 for equal bits; `is_exact`: beside the step with rounded weights and products."""
+        """Return the relative error of each gradient against the baseline; it is 0 for equal bits.
+
+        With `is_exact`, the baseline is the step with rounded weights and products in 8 bits, as under the plan; otherwise the step with
+        neither of them.
+        """
         baseline = self.baseline if is_exact or self.original is None else self.original
         return [_distance(g, base, scale) for g, base, scale in zip(gradients, baseline, self.scales, strict=True)]
 
     # --- slots at fault -------------------------------------------------------------------------------------------------
 
     def _faults(self, off: Iterable[bool], limits: Mapping[bool, float]) -> tuple[list[Fault], list[str]]:
-        """Return the slots at fault, and notes for the user.
+        """Return the saved tensors whose storage makes gradients wrong, and notes for the user.
 
-        `off`: the plans whose gradients exceed the tolerance, True for the exact plan and False for the plan. `limits`: their tolerances.
-        Slots that are wrong under the exact plan come first. Then come those that are wrong under the plan, searched among all other slots.
+        `off` lists the plans whose gradients exceed their tolerance in `limits`: True stands for the plan with all formats replaced by
+        fp32, False for the plan itself. Tensors that are wrong under the first are left out of the search under the second.
         """
         faults, notes, runs = list[Fault](), list[str](), FaultSearch(MAX_RUNS)
         for is_exact in off:
@@ -385,7 +399,10 @@ class VerificationRuns:
         return lambda names: max(self._distances(self.stored(names, is_exact=is_exact), is_exact=is_exact), default=0.0) > limit
 
     def _group(self, group: Sequence[str], *, is_exact: bool) -> list[Fault]:
-        """Return a row for each slot of a group that fails; if the group is empty, one that gradients differ with nothing stored."""
+        """Return a `Fault` for each saved tensor of `group`, a set that makes gradients wrong.
+
+        If the set is empty, gradients are wrong with no tensor stored, and the only `Fault` says so.
+        """
         errors = self._distances(self.stored(group, is_exact=is_exact), is_exact=is_exact)
         error, parameter = max(zip(errors, self.names, strict=True))
         under = EXACT if is_exact else PLAN

@@ -1,4 +1,4 @@
-"""The typer application: the files that define subcommands (VERB_FILES), the decorator `verb` that registers one, exit statuses, and
+"""Define the typer application: the files with subcommands (VERB_FILES), the decorator `verb` that registers one, exit statuses, and
 options that subcommands share.
 
 Errors end in one message on stderr and an exit status:
@@ -66,7 +66,7 @@ LONG = 2000  # characters of a message; exceptions of libraries can have any len
 
 
 class InterruptedWithStore(KeyboardInterrupt):
-    """Raised when the user interrupts work that can be resumed, since its finished trials are in a store."""
+    """Raised when the user interrupts work that can be resumed, since its finished trials are in a database."""
 
 
 class Exit(IntEnum):
@@ -190,7 +190,7 @@ def errors() -> Generator[None]:
 
 @contextmanager
 def kept_in_store(is_kept: bool = True) -> Generator[None]:
-    """Return a context in which Ctrl-C also tells the user that finished trials are in the store, if `is_kept`."""
+    """Return a context in which Ctrl-C raises InterruptedWithStore if `is_kept`: finished trials are in the database of trials."""
     try:
         yield
     except KeyboardInterrupt:
@@ -200,7 +200,7 @@ def kept_in_store(is_kept: bool = True) -> Generator[None]:
 
 
 def describe_error(error: BaseException) -> tuple[str, Exit]:
-    """Return the message and the exit status of an exception."""
+    """Return the message that the user sees for an exception, and the exit status of the process."""
     if isinstance(error, ParedownError):
         return str(error), Exit.DOES_NOT_FIT if isinstance(error, BudgetError) else Exit.ERROR
     if isinstance(error, KeyboardInterrupt):
@@ -228,12 +228,15 @@ def name_for_pip(package: str) -> str:
 
 
 def option(text: str, *names: str, **settings: Any) -> Any:
-    """Return `typer.Option` with the help `text`, which says what a default of None means, and the flags `names`."""
+    """Return a typer.Option with the flags `names` and the help `text`, which must also say what the default does.
+
+    `settings` are further arguments of typer.Option.
+    """
     return typer.Option(*names, help=text, show_default=False, **settings)
 
 
 def check_size(text: str | None) -> str | None:
-    """Return `text` unchanged if it is a valid size; raise typer.BadParameter otherwise."""
+    """Return `text` if it is None or a size such as 8GiB or 60%; raise typer.BadParameter otherwise."""
     try:
         if text is not None:
             parse_bytes(text, whole=100)
@@ -316,9 +319,9 @@ ModeOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class SubjectOptions:
-    """The options that change the training step that an argument names; None keeps the step's own value.
+    """Holds the command-line options that change the training step of the argument MODEL; None keeps the step's own value.
 
-    `batch`, `lora` and `lora_targets` come from options that only some subcommands have.
+    `batch`, `lora` (rank of adapters) and `lora_targets` (layers that get them) come from options that only some subcommands have.
     """
 
     input: Annotated[
@@ -341,7 +344,7 @@ class SubjectOptions:
 
 
 def step_text(model: str, options: SubjectOptions) -> str:
-    """Return the arguments of `paredown plan` and `paredown explain` that name `model` and these options, for a command in a hint.
+    """Return `model` and `options` as arguments of `paredown plan`, for a command that a message suggests.
 
     >>> step_text("net.py:make", SubjectOptions(input="3x32x32", batch=4, compiled=True, chunked_loss=False))
     'net.py:make --input 3x32x32 --batch 4 --compiled --no-chunked-loss'

@@ -1,4 +1,4 @@
-"""Budgets of the command line: `--budget 24GB` in bytes, and `--gpu 4090` as the memory of a card less that of its CUDA context.
+"""Read budgets of the command line: `--budget 24GB` in bytes, and `--gpu 4090` as the memory of a card less that of its CUDA context.
 
 A GB is 1000^3 bytes and a GiB is 1024^3, so `24GB` is 22.35 GiB; a card that is sold as 24 GB has about 23.5 GiB. Budgets are printed in
 both units, and a budget in GB that is the size of a card names `--gpu`.
@@ -26,7 +26,7 @@ import typer
 from paredown.errors import BudgetError
 from paredown.sizes import parse_bytes, say_bytes, say_bytes_twice
 
-CONTEXT_BYTES = 1 << 29  # of the CUDA context and the kernels that it loads, about
+CONTEXT_BYTES = 1 << 29  # about what the CUDA context takes with the kernels that it loads
 HERE = re.compile(r"(?:cuda|here)(?::(?P<index>[0-9]{1,3}))?")
 
 
@@ -72,20 +72,20 @@ ALIASES = {"a10g": "a10", "h10080gb": "h100", "v100": "v100-16gb or v100-32gb", 
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget from the command line: a size that parse_bytes reads, the argument that gave it, and words that explain the size."""
+    """Holds a memory budget from the command line: its size as text, the option that gave it, and where the size comes from."""
 
     size: str
     argument: str
     origin: str = ""
 
     def say(self, nbytes: int) -> str:
-        """Return `nbytes`, the bytes of this budget, as text in GiB and GB, with its origin or the cards that are sold with this size."""
+        """Return `nbytes`, the bytes of this budget, as text in GiB and GB, and where they come from, or which cards have them."""
         why = self.origin or _cards_of(self.size)
         return f"{say_bytes_twice(nbytes)}{f': {why}' if why else ''}"
 
     @contextmanager
     def in_errors(self) -> Generator[None]:
-        """Return a context that adds to a BudgetError where the budget comes from, or which cards it may mean."""
+        """Return a context that adds to a BudgetError where the budget comes from, or which cards have so many GB."""
         try:
             yield
         except BudgetError as error:
@@ -110,7 +110,7 @@ def needed_budget(budget: str | None, gpu: str | None, *, default: str | None = 
 
 
 def gpu_budget(text: str) -> Budget:
-    """Return the budget of a card by name, or of a GPU of this machine (cuda, cuda:1): its memory that is free now."""
+    """Return a budget of the memory of the card `text` less a CUDA context; for cuda or cuda:1, what is free there now."""
     name = re.sub(
         r"nvidia|amd|instinct|generation|geforce|quadro|tesla|rtx|gtx|pcie|sxm[0-9]*|hbm[0-9a-z]*|[\s_-]", "", text.lower()
     )
@@ -130,7 +130,7 @@ def gpu_budget(text: str) -> Budget:
 
 
 def _budget_here(index: int, text: str) -> Budget:
-    """Return the memory that is free on GPU number `index` of this machine, less this process's CUDA context, as a budget."""
+    """Return the memory that is free now on GPU number `index` as a budget; errors quote `text`, the value of --gpu."""
     from torch import cuda
 
     num = cuda.device_count() if cuda.is_available() else 0
@@ -145,7 +145,7 @@ def _budget_here(index: int, text: str) -> Budget:
 
 
 def _cards_of(size: str) -> str:
-    """Return words that name the cards sold with this number of GB; "" if there are none, or for other units."""
+    """Return words that name the cards sold with `size`, such as "24GB", of memory; "" if no card is, or if the unit is not GB."""
     number, unit = size.strip()[:-2].strip(), size.strip()[-2:].lower()
     cards = [card for card in CARDS if unit == "gb" and parse_bytes(size) == card.sold_gb * 10**9]
     if not cards:
@@ -158,13 +158,14 @@ def _cards_of(size: str) -> str:
 # --- the largest batch and a length within a budget -------------------------------------------------------------------
 
 MOST = 1 << 24  # examples; a budget that allows more is not searched further
-LENGTH_GRAIN, NUM_LENGTHS = 128, 3  # lengths are multiples of the first; so many are predicted
+LENGTH_GRAIN, NUM_LENGTHS = 128, 3  # lengths are multiples of 128 tokens, and at most 3 are tried
 
 
 def largest_batch(peak: Callable[[int], int], budget_bytes: int, *, start: int) -> int:
-    """Return the largest batch size whose `peak` is within the budget; 0 if a batch of one is above it.
+    """Return the largest batch size with `peak(batch_size)`, predicted bytes, within the budget; 0 if none has.
 
-    Interpolation search: peaks grow almost linearly with the batch. Every third guess is the midpoint, for peaks that do not.
+    The search begins at `start`. It interpolates, since peaks grow almost linearly; every third guess is the midpoint, in case they do
+    not.
     """
     known: dict[int, int] = {}
 
@@ -173,7 +174,7 @@ def largest_batch(peak: Callable[[int], int], budget_bytes: int, *, start: int) 
         return known[num] <= budget_bytes
 
     def interpolated(low: int, high: int) -> int:
-        """Return the batch size at which the line through the known peaks of `low` and `high` reaches the budget."""
+        """Return the batch size at which a line through the known peaks of the batch sizes `low` and `high` reaches the budget."""
         slope = max(known[high] - known[low], 1) / (high - low)
         return int(low + (budget_bytes - known[low]) / slope)
 
@@ -198,10 +199,11 @@ def largest_batch(peak: Callable[[int], int], budget_bytes: int, *, start: int) 
 def shorter(
     peak: Callable[[int], int], length: int, peak_bytes: int, *, fixed_bytes: int, budget_bytes: int
 ) -> tuple[int, int] | None:
-    """Return a shorter text length whose predicted peak is within the budget, with that peak; None if three tries fail.
+    """Return a shorter text length and its predicted peak within the budget; None if three tries fail.
 
-    `peak_bytes` is the peak at `length`, above the budget; `fixed_bytes` of it do not depend on the length. The first try is on the line
-    from `fixed_bytes` at length 0 to `peak_bytes` at `length`, each further one on the line through the last two tries.
+    `peak(length)` predicts bytes. `peak_bytes` is its value at `length`, above the budget; `fixed_bytes` of that do not depend on the
+    length. The first try is on the line from `fixed_bytes` at length 0 to `peak_bytes` at `length`, each later try on the line through
+    the last two tries.
 
     >>> shorter(lambda num: 100 + num, 4096, 4196, fixed_bytes=50, budget_bytes=1000)
     (896, 996)

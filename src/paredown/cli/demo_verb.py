@@ -1,4 +1,4 @@
-"""`paredown demo`: a small ResNet that does not fit its budget, trained with the plan that fits and without it; a minute on two cores.
+"""`paredown demo` trains a small ResNet that does not fit its budget, with the plan that fits and without it; a minute on two cores.
 
     trace -> peak of the baseline, measured -> budget -> assign -> trainings with and without the plan, steps in turn -> report
 
@@ -83,7 +83,7 @@ def demo(
 
 @dataclass(frozen=True, eq=False)
 class MeasuredFit:
-    """The step that does not fit the demo's budget, and the plan that does, each with its peak: measured, or else predicted."""
+    """Holds the demo's training step, which does not fit its budget, a plan with which it does, and both peaks in bytes."""
 
     subject: Subject
     full_bytes: int
@@ -92,14 +92,14 @@ class MeasuredFit:
     plan_bytes: int
 
     def bars(self) -> list[str]:
-        """Return bars of the memory at the peak by its parts, without the plan and with it."""
+        """Return lines with bars of the memory at the peak by role, without the plan and with it."""
         from paredown.plan.plan import Plan
 
         rows = [self._row(BASELINE, Plan(), self.full_bytes), self._row(PLAN, self.plan, self.plan_bytes)]
         return bars(rows, self.budget_bytes, in_colour=has_colour(), columns=_columns())
 
     def _row(self, name: str, plan: Plan, nbytes: int) -> EstimateRow:
-        """Return a plan's row of an estimate: predicted bytes at the peak by role, and what `nbytes`, its peak, has more as workspace."""
+        """Return the row of `plan`, called `name`, for a bar of `nbytes`: predicted bytes by role, and the rest as workspace."""
         from paredown.plan.footprint import footprint
 
         foot = footprint(self.subject.trace(plan), plan)
@@ -109,7 +109,7 @@ class MeasuredFit:
         return EstimateRow(name, nbytes, foot.low_bytes, foot.high_bytes, fits, at_peak=parts, workspace_bytes=workspace)
 
     def story(self) -> list[str]:
-        """Return the lines of the first screen: what does not fit, the bars, and the plan."""
+        """Return the lines of the demo's first screen: what does not fit, bars of the memory, and what the plan does."""
         needs = f"takes {say_bytes(self.full_bytes)}, and the budget is {say_bytes(self.budget_bytes)}"
         first = _wrapped(f"{NETWORK}. A training step {needs}: it does not fit.")
         return [*first, "", *self.bars(), "", *_row("Plan", self.in_words())]
@@ -129,7 +129,10 @@ class MeasuredFit:
 
 
 def _fit(screen: LiveScreen, subject: Subject, budget: str, seed: int) -> MeasuredFit:
-    """Return a plan whose measured peak is expected within the budget: what the baseline takes beyond its prediction is added."""
+    """Measure the step's peak without a plan, make a plan for `budget`, show both on `screen`, and return them.
+
+    If the measured peak is above its prediction, the difference is added to the prediction under the plan. Weights depend on `seed`.
+    """
     from paredown.plan.footprint import peak_of
     from paredown.plan.plan import Plan
     from paredown.study.tasks.paired_training import Training
@@ -152,7 +155,10 @@ def _fit(screen: LiveScreen, subject: Subject, budget: str, seed: int) -> Measur
 def _trained(
     screen: LiveScreen, task: Task, fit: MeasuredFit, seed: int, first: int, sessions: ExitStack
 ) -> tuple[Training, Training]:
-    """Return two finished trainings from one seed, without and with the plan, whose steps alternated; `first` is the demo's first seed."""
+    """Train from `seed` without and with the plan of `fit`, a step of each in turn, and return both finished trainings.
+
+    `screen` shows progress; `first` is the first of the demo's seeds. The plan stays applied until `sessions` closes.
+    """
     from paredown.plan.plan import Plan
     from paredown.study.tasks.paired_training import Training
 
@@ -193,7 +199,7 @@ class DemoResult:
 
     @staticmethod
     def of(fit: MeasuredFit, pairs: Sequence[tuple[Training, Training]]) -> DemoResult:
-        """Return the result of pairs of trainings, judged on the test digits."""
+        """Evaluate `pairs` of finished trainings, without and with the plan, on the test digits, and return the result."""
         import torch
 
         from paredown.study.tasks.paired_training import paired_difference
@@ -206,27 +212,27 @@ class DemoResult:
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """The trials of all trainings, without and with the plan."""
+        """Return the trials of all trainings, without and with the plan."""
         return *self.baseline, *self.packed
 
     @property
     def is_done(self) -> bool:
-        """Whether all trainings finished."""
+        """Return whether all trainings finished."""
         return all(trial.error is not None for trial in self.trials)
 
     @property
     def is_noise(self) -> bool:
-        """Whether the difference of errors is at most two standard errors."""
+        """Return whether the mean errors without and with the plan differ by at most two standard errors."""
         return abs(self.difference) <= 2 * self.standard_error
 
     @property
     def step_seconds(self) -> tuple[float, float]:
-        """The median CPU seconds of a step, without and with the plan."""
+        """Return the median CPU seconds of a step, without and with the plan."""
         before, after = (median(trial.step_seconds or 0.0 for trial in trials) for trials in (self.baseline, self.packed))
         return before, after
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value."""
+        """Return the result as a dict for `paredown demo --json`."""
         before, after = self.step_seconds
         return {
             "task": self.baseline[0].task,
@@ -258,7 +264,7 @@ class DemoResult:
 
     @property
     def _peak(self) -> str:
-        """The demo's word for peaks: "peak" if they were measured, otherwise "predicted peak"."""
+        """Return "peak" if all peaks were measured, otherwise "predicted peak"."""
         return "peak" if all(trial.measured_peak_bytes for trial in self.trials) else "predicted peak"
 
     def headline(self) -> str:
@@ -284,7 +290,7 @@ def _mean_error(trials: Sequence[Trial]) -> str:
 
 
 def _slow() -> str:
-    """Return a sentence on what to install if encoding on this CPU is slow; "" if it is installed."""
+    """Return a sentence that advises to install numba, without which quantizing on a CPU is slow; "" if numba is installed."""
     from paredown.codec.cpu import has_numba
 
     return "" if has_numba() else " Quantizing is slow without numba: pip install 'paredown[cpu]'."

@@ -76,7 +76,7 @@ def calibrate_verb(
     ] = False,
     is_json: JsonOption = False,
 ) -> None:
-    """Measure in about 20 s what operations, packing and checkpointing take here; estimates then print step time."""
+    """Measure in about 20 s how long operations, packing and checkpointing take here; estimates then print step time."""
     with spinner("measuring this device"):
         from paredown.plan.calibration import calibration_path, find_calibration
         from paredown.plan.trace import Trace

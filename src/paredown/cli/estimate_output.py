@@ -1,4 +1,4 @@
-"""The answer of `paredown estimate`: values (Estimate, with a PlanRow for each plan), JSON and text.
+"""Print the answer of `paredown estimate`, an EstimatedStep with an EstimateRow for each plan, as JSON or text.
 
 The text begins with whether the step fits, which plan does, and bars of the memory at the peak:
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from paredown.plan.explanation import UnpackedSlots
 
 BLOCK, SQUARE = "\u2588", "\u25a0"
-WIDTH, SHORTEST = 48, 10  # characters of the longest bar; where columns are few, at least
+WIDTH, SHORTEST = 48, 10  # characters of the longest bar, and its least length on a narrow terminal
 BESIDE = 16  # characters of a line beside its name and bar: the size, the mark at the budget, spaces
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 WORKSPACE = "workspace"  # of cuBLAS and cuDNN
@@ -44,7 +44,7 @@ SHOWN_NOTES = 5
 SHOWN_BARS = 6
 SHOWN_SLOTS = 3
 ABSENT = ("step_seconds_reason", "device_seconds", "host_seconds", "model_bytes", "sent_bytes", "host_bytes")
-LEAST_REASON = 100  # a reason is printed if its bytes are at least this part of the peak
+LEAST_REASON = 100  # a reason is printed if its bytes are at least a hundredth of the peak
 RED, GREEN, PLAIN = "\x1b[1;31m", "\x1b[1;32m", "\x1b[0m"
 
 
@@ -70,7 +70,7 @@ SEGMENTS = (
 
 @dataclass(frozen=True)
 class EstimateRow:
-    """The estimate of a step under one plan, with the fields of the JSON."""
+    """Holds the predicted memory and time of a training step under one plan; its fields are those of the JSON output."""
 
     plan: str
     peak_bytes: int
@@ -85,7 +85,7 @@ class EstimateRow:
     step_seconds_reason: str | None = None  # why it is not predicted
     device_seconds: float | None = None
     host_seconds: float | None = None
-    model_bytes: int | None = None  # of one process of several
+    model_bytes: int | None = None  # of one process, if several train the model
     sent_bytes: int | None = None
     host_bytes: int | None = None  # of a plan that offloads
     by_module: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -93,28 +93,28 @@ class EstimateRow:
     not_packed: tuple[UnpackedSlots, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value."""
+        """Return this row as a dict for JSON, without the fields that are None and only some steps have."""
         return {name: value for name, value in asdict(self).items() if value is not None or name not in ABSENT}
 
     @property
     def parts_at_peak(self) -> dict[str, int]:
-        """The bytes at the peak by role and of libraries' workspaces, which add up to the peak."""
+        """Return the bytes at the peak by role (weight, activation, ...) and of libraries' workspaces; they sum to the peak."""
         return {**self.at_peak, **({WORKSPACE: self.workspace_bytes} if self.workspace_bytes else {})}
 
     @property
     def is_within(self) -> bool:
-        """Whether the step fits the budget; with --batch auto, whether any batch of it does."""
+        """Return whether the step fits the budget; with --batch auto, whether any batch of it does."""
         return bool(self.fits if self.largest_batch is None else self.largest_batch)
 
 
 def smallest(rows: Sequence[EstimateRow]) -> EstimateRow:
-    """Return the row with the smallest peak."""
+    """Return the row (the estimate under one plan) with the smallest peak."""
     return min(rows, key=lambda row: row.peak_bytes)
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """The numbers of layers with LoRA adapters, of trained parameters, and of all parameters."""
+    """Counts layers with LoRA adapters, trained parameters, and all parameters."""
 
     layers: int
     trained_parameters: int
@@ -123,7 +123,7 @@ class Adapters:
 
 @dataclass(frozen=True)
 class EstimatedStep:
-    """The answer of `paredown estimate`, with the fields of its JSON."""
+    """Holds what `paredown estimate` prints on a training step; its fields are those of the JSON output."""
 
     model: str
     device: str
@@ -141,7 +141,7 @@ class EstimatedStep:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value."""
+        """Return the estimate as a dict for `paredown estimate --json`."""
         value = {**asdict(self), "plans": [row.to_json() for row in self.plans]}
         return {name: part for name, part in value.items() if part or name not in ("lora", "checkpointed", "tile")}
 
@@ -173,7 +173,7 @@ class EstimatedStep:
         return [*lines, *([f"Assumed: {', '.join(self.assumed)}."] if self.assumed else [])]
 
     def lines(self, budget: Budget | None, *, requested: bool) -> list[str]:
-        """Return the whole text: verdict, bars, step and budget, then tables and notes."""
+        """Return the lines that `paredown estimate` prints; `requested` says whether the user named the plans."""
         bars_shown = bars(self._rows_with_bars(requested=requested), self.budget_bytes, in_colour=has_colour())
         step, *details = self.step_lines()
         head = [styled_verdict(self.verdict(requested=requested)), "", *bars_shown, "", heading(step), *details]
@@ -184,7 +184,7 @@ class EstimatedStep:
         return [*head, "", *_tables(self.plans, self.budget_bytes), *(["", *reasons] if reasons else []), *notes]
 
     def _rows_with_bars(self, *, requested: bool) -> Sequence[EstimateRow]:
-        """Return the plans for which bars are shown: those that the user requested, otherwise the baseline and one that fits."""
+        """Return the rows with bars: the first ones, or with a budget and no `requested` plans the baseline and one that fits."""
         if requested or self.budget_bytes is None:
             return self.plans[:SHOWN_BARS]
         first = self.plans[0]
@@ -196,9 +196,10 @@ class EstimatedStep:
 
 
 def verdict(rows: Sequence[EstimateRow], allowed: int | None, *, requested: bool, device: str) -> str:
-    """Return a sentence on whether the step fits `allowed` bytes under the first plan, or, of `requested` plans, under any.
+    """Return a sentence on whether the step fits `allowed` bytes under the first plan, or, if `requested`, under any.
 
-    It names another plan that fits if the first does not; without a budget (None), it says what the step needs.
+    With `requested`, the user named the plans. The sentence names another plan that fits if the first does not; without a budget
+    (None), it says what the step needs. `device` selects the measured step times of presets that it quotes.
     """
     if allowed is None:
         span = f"{_size(rows[0])} ({say_bytes(rows[0].low_bytes)} to {say_bytes(rows[0].high_bytes)})"
@@ -226,7 +227,7 @@ def _begin(row: EstimateRow, words: str) -> str:
 
 
 def _share(nbytes: int, allowed: int) -> str:
-    """Return a peak and a budget as text, such as "13.20 of 11.20 GiB"."""
+    """Return a peak (`nbytes`) and a budget (`allowed`, in bytes) as text, such as "13.20 of 11.20 GiB"."""
     (number, unit), (other, other_unit) = say_bytes(nbytes).split(), say_bytes(allowed).split()
     return f"{number} of {other} {unit}" if unit == other_unit else f"{number} {unit} of {other} {other_unit}"
 
@@ -236,13 +237,13 @@ def _size(row: EstimateRow) -> str:
 
 
 def _smaller(rows: Sequence[EstimateRow], device: str) -> str:
-    """Return a sentence on the plan with the smallest peak; "" if that is the plan of the first row."""
+    """Return a sentence on the plan with the smallest peak and its step time on `device`; "" if it is the first row's."""
     least = smallest(rows)
     return "" if least.peak_bytes >= rows[0].peak_bytes else f" {least.plan} needs {_size(least)}{_time(least, rows, device)}."
 
 
 def _time(row: EstimateRow, rows: Sequence[EstimateRow], device: str) -> str:
-    """Return the step time of a plan relative to the baseline's: predicted, or as measured for a preset; "" if unknown."""
+    """Return words on a plan's step time relative to the baseline's: predicted, or measured on `device`; "" if unknown."""
     before, after = rows[0].step_seconds, row.step_seconds
     if before and after and rows[0].plan == BASELINE:
         return f", {after / before:.2f}x time predicted"
@@ -271,7 +272,7 @@ def styled_verdict(text: str) -> str:
 def bars(rows: Sequence[EstimateRow], allowed: int | None, *, in_colour: bool, columns: int | None = None) -> list[str]:
     """Return lines with a bar of memory for each plan, all to one scale, and a legend; `allowed` bytes, the budget, are marked.
 
-    `columns` is the width of the terminal; None for any.
+    `columns` is the width of the terminal; with None, bars have their full width.
     """
     longest = max([row.peak_bytes for row in rows] + ([allowed] if allowed and not all(row.fits for row in rows) else []))
     names = [clean(row.plan) for row in rows]
@@ -290,7 +291,7 @@ def bars(rows: Sequence[EstimateRow], allowed: int | None, *, in_colour: bool, c
 
 
 def _legend(parts: Sequence[str], indent: int, columns: int | None, *, separator: str) -> list[str]:
-    """Return the legend of the bars in as few lines of `columns` characters as possible; in one line if `columns` is None."""
+    """Return the legend: `parts` joined by `separator`, in indented lines of up to `columns` characters; None: in one line."""
     lines: list[str] = []
     for part in parts:
         longer = f"{lines[-1]}{separator}{part}" if lines else ""
@@ -302,7 +303,7 @@ def _legend(parts: Sequence[str], indent: int, columns: int | None, *, separator
 
 
 def _segments(row: EstimateRow, scale: float) -> list[BarSegment]:
-    """Return for each character of a plan's bar the segment that it belongs to; `scale` is characters per byte."""
+    """Return the BarSegment (weights, activations, ...) of each character in a plan's bar; `scale` is characters per byte."""
     drawn: list[BarSegment] = []
     parts, total = row.parts_at_peak, 0
     for part in SEGMENTS:
@@ -316,7 +317,7 @@ def _drawn(part: BarSegment, block: str, *, in_colour: bool) -> str:
 
 
 def _bar(parts: Sequence[BarSegment], mark_at: int | None, length: int, *, in_colour: bool) -> str:
-    """Return a bar of `length` characters, one for each of `parts`, with the mark of the budget at `mark_at` (None: no mark)."""
+    """Return a bar of `length` characters, one for each of `parts`, with the budget's mark at `mark_at` unless it is None."""
     cells = [*(_drawn(part, BLOCK, in_colour=in_colour) for part in parts), *" " * (length + 1 - len(parts))]
     if mark_at is not None:
         cells.insert(mark_at, "|")
@@ -391,13 +392,13 @@ MOST_GROUPS = 10  # of groups with numbers
 
 
 class Grouping(NamedTuple):
-    """A way to group modules: by the first `depth` parts of their paths; if `joins_layers`, numbers in these are left out."""
+    """Groups modules by the first `depth` parts of their paths; with `joins_layers`, layers.0 and layers.1 are layers.*."""
 
     depth: int
     joins_layers: bool = False
 
     def name(self, module: str) -> str:
-        """Return the name of the group of a module."""
+        """Return the name of the group to which the module with the path `module` belongs."""
         path = ".".join(module.split(".")[: self.depth])
         return NUMBER.sub("*", path) if self.joins_layers else path
 

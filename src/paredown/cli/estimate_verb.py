@@ -1,6 +1,6 @@
-"""`paredown estimate`: predicted bytes of a training step by role, module and plan, and the largest batch within a budget.
+"""`paredown estimate` predicts the bytes of a training step by role, module and plan, and the largest batch within a budget.
 
-    EstimateRequest -> PlannedStep (the step and its plans) -> Footprint for each plan -> Estimate -> text, JSON or a page
+    EstimateRequest -> PlannedStep (the step and its plans) -> Footprint for each plan -> EstimatedStep -> text, JSON or a page
 
 Nothing is trained.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paredown.plan.plan import Plan
 
 AUTO = "auto"
-TILES = "tiles of {}"  # a plan of tiles alone
+TILES = "tiles of {}"  # name of a plan with tiles alone
 BatchOption = Annotated[str | None, cli.option("Batch size, or auto: the largest within --budget.")]
 SHOWN = ("baseline", "activations8", "activations4", "activations2", "lpmm")  # plans that are shown by default
 SHOWN_FOR_LORA = ("baseline", "activations8", "frozen8", "frozen4", "frozen4+activations8")
@@ -88,7 +88,7 @@ class EstimateRequest:
 
     @property
     def names_plans(self) -> bool:
-        """Whether the user has named plans; otherwise a few presets are shown."""
+        """Return whether the user has named plans; otherwise a few presets are shown."""
         return self.plan is not None
 
     def subject_options(self) -> cli.SubjectOptions:
@@ -120,7 +120,7 @@ class EstimateRequest:
         return int(self.batch)
 
     def check_processes(self) -> None:
-        """Raise BadParameter for several processes without a valid strategy, or with a report."""
+        """Raise BadParameter if --world-size has no valid --strategy, or if --strategy is given with --report."""
         from paredown.plan.distribution import STRATEGIES
 
         if self.strategy not in (None, *STRATEGIES) or (self.strategy is None and self.world_size > 1):
@@ -129,7 +129,7 @@ class EstimateRequest:
             raise typer.BadParameter("pages are of one process: leave --report or --strategy out.", param_hint="--report")
 
     def check_subject(self, subject: Subject) -> None:
-        """Raise BadParameter for options that would change nothing in this step."""
+        """Raise BadParameter if --length or --frozen would change nothing in the training step `subject`."""
         if subject.task is not None and self.length is not None:
             raise typer.BadParameter(
                 f"{subject.name} is a task, which has its own batch: --length needs a config.json or a model of text.",
@@ -142,7 +142,7 @@ class EstimateRequest:
             )
 
     def plans_for(self, subject: Subject) -> dict[str, Plan]:
-        """Return the plans to show by name, with what options request: checkpointing, offloading, tiles, formats of frozen weights."""
+        """Return the plans to show for the step `subject`, by name, changed by options such as --checkpointing and --tile."""
         from paredown.cli.subject import name_of, read_plan
         from paredown.session.checkpointing import repeated_layers_of
 
@@ -197,7 +197,7 @@ def estimate(request: EstimateRequest) -> None:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The training step of an estimate, with its plans by name."""
+    """Predicts the bytes of the training step of `paredown estimate` under each of `plans`, a mapping from names to plans."""
 
     request: EstimateRequest
     options: cli.SubjectOptions
@@ -205,7 +205,7 @@ class PlannedStep:
     plans: Mapping[str, Plan]
 
     def footprint(self, name: str, plan: Plan, batch_size: int | None = None) -> Footprint:
-        """Return the footprint of the step under the plan of this name."""
+        """Return the predicted memory of the step under `plan`, called `name`; `batch_size` replaces the step's own."""
         from paredown.plan.footprint import footprint
 
         trace = self.subject.trace(plan, batch_size)
@@ -213,7 +213,7 @@ class PlannedStep:
         return footprint(trace, plan, world_size=self.request.world_size, strategy=self.request.strategy)
 
     def allowed(self, budget: Budget) -> int:
-        """Return the bytes of a budget; percentages are of the baseline's peak, checkpointed if the plans are."""
+        """Return the bytes of `budget`; percentages are of the baseline's peak, with checkpointing if the plans have it."""
         from paredown.plan.plan import Plan
 
         plan = Plan(recompute=next(iter(self.plans.values())).checkpointed)
@@ -233,13 +233,16 @@ class PlannedStep:
         return largest
 
     def needed_bytes(self, foot: Footprint, allowed: int) -> int:
-        """Return the bytes to compare with a budget of `allowed`: the peak, or more where a larger share of --host-budget is needed."""
+        """Return a number that is at most `allowed`, the budget in bytes, only if the step's memory `foot` also fits --host-budget.
+
+        It is the larger of the peak and `allowed` times the share of --host-budget that the step takes.
+        """
         if self.request.host_budget is None or not foot.host_bytes:
             return foot.peak_bytes
         return max(foot.peak_bytes, -(-allowed * foot.host_bytes // parse_bytes(self.request.host_budget)))
 
     def peak_of_length(self, name: str, length: int) -> int:
-        """Return the predicted peak under the plan of this name with a text of another length."""
+        """Return the predicted peak bytes under the plan `name` if an example has `length` tokens."""
         from paredown.cli.subject import find_subject
 
         subject = find_subject(self.request.model, replace(self.options, input=f"tokens:{length}"))
@@ -247,7 +250,7 @@ class PlannedStep:
 
 
 def _check_offload(feet: Mapping[str, Footprint]) -> None:
-    """Raise BadParameter if --offload or --host-budget was given and no plan moves anything to host memory."""
+    """Raise BadParameter, after --offload or --host-budget, if none of the footprints `feet`, by plan, uses host memory."""
     foot = next(iter(feet.values()))
     if any(foot.host_bytes for foot in feet.values()):
         return
@@ -296,7 +299,10 @@ def _adapters(subject: Subject) -> Adapters | None:
 
 
 def _row(name: str, foot: Footprint, depth: int, grouping: Grouping) -> EstimateRow:
-    """Return the estimate under the plan `name` as a row without a verdict, with bytes by module to `depth` parts of their paths."""
+    """Return `foot`, the predicted memory and time under the plan `name`, as a row of the output; `fits` is not set yet.
+
+    Bytes of modules are summed by `depth` parts of their paths for the whole step, and by `grouping` at the peak.
+    """
     from paredown.plan.explanation import unpacked_slots
     from paredown.predict.device_calibration import calibration_for
 
@@ -332,7 +338,7 @@ def _module_sizes(foot: Footprint) -> dict[str, int]:
 
 
 def _notes(feet: Mapping[str, Footprint]) -> list[str]:
-    """Return the notes of all footprints without repetitions; a note that only some plans have begins with their names."""
+    """Return the notes of the footprints `feet`, by plan, each once; a note that only some plans have begins with their names."""
     owners: dict[str, list[str]] = {}
     for name, foot in feet.items():
         for note in foot.notes:
@@ -341,7 +347,7 @@ def _notes(feet: Mapping[str, Footprint]) -> list[str]:
 
 
 def _write_report(to: Path, step: PlannedStep, value: EstimatedStep) -> None:
-    """Write the report page: the memory of these plans, with verdict, budget and step as on the terminal."""
+    """Write a report page to the file `to`: the memory of `step` under its plans, with the verdict and the budget of `value`."""
     from paredown.cli.report_verbs import with_memory
     from paredown.study.report.page import write
     from paredown.study.report.record import Record
@@ -380,7 +386,7 @@ def _exit_if_too_large(step: PlannedStep, value: EstimatedStep, budget: Budget) 
 
 
 def _smallest_that_fits(step: PlannedStep, least: EstimateRow, allowed: int) -> str:
-    """Return advice for a step that does not fit: `least`, the plan with the smallest peak, and a shorter text that fits with it."""
+    """Return advice for a step above `allowed` bytes: the plan `least`, of the smallest peak, and a --length that fits then."""
     advice = f"{least.plan} has the smallest peak, {say_bytes(least.peak_bytes)}: lower --batch or --length, or raise the budget."
     if step.request.length is None:
         return advice

@@ -1,4 +1,4 @@
-"""Files that subcommands read and write: JSON written whole or not at all; records from stores and from JSON of pick, train or report.
+"""Read and write the files of subcommands: JSON, and records from stores and from the output of pick, train or report.
 
 Reading a damaged file raises a ParedownError; no code that a file names is run.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write `value` to a file, whole or not at all."""
+    """Write `value` to a file as JSON; if that fails, no partial file is left."""
     serial.save_json(path, value, ParedownError, indent=1)
 
 
@@ -40,19 +40,19 @@ def check_new(path: Path, *, may_overwrite: bool) -> None:
 
 
 def read_json_file(path: Path) -> Any:
-    """Return the value of a JSON file; raise PlanError if there is none."""
+    """Return the value of a JSON file; raise PlanError if the file is missing or is no JSON."""
     if not path.is_file():
         raise PlanError(f"there is no file {path}.")
     return serial.read_json(path, "JSON file", PlanError)
 
 
 def without_files(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a pick without the field `files` (paths of written files) that `pick --json` adds."""
+    """Return the JSON of a pick without the field `files`, paths of written files, which only `pick --json` adds."""
     return {name: part for name, part in value.items() if name != "files"}
 
 
 def read_frontier(path: Path) -> tuple[Frontier, Picked | None]:
-    """Return the frontier in a JSON file, and the pick if the file holds one."""
+    """Return the Frontier (all plans with bytes and errors) in a JSON file, and the answer of `pick` if the file holds one."""
     from paredown.study.pick.answer import Frontier, Picked
 
     value = read_json_file(path)
@@ -66,7 +66,7 @@ def read_frontier(path: Path) -> tuple[Frontier, Picked | None]:
 
 
 def answer_json(picked: Picked) -> dict[str, Any]:
-    """Return the JSON of a pick without absolute paths, which messages of failed trials can contain."""
+    """Return the answer of `pick` as a dict for JSON, without absolute paths, which messages of failed trials can contain."""
     from paredown.study.report.record import scrub
 
     value = picked.to_json()
@@ -78,7 +78,10 @@ def answer_json(picked: Picked) -> dict[str, Any]:
 
 
 def read_source(source: str, *, sweep: str | None = None, title: str = "") -> Record:
-    """Return the record in `source`: a file whose name ends in .json, or a store of trials (of one `sweep`; None: of all)."""
+    """Return the Record (what a report page shows) in `source`: a .json file, or a database of trials.
+
+    `sweep` selects one sweep of the database; `title` is that of the page.
+    """
     if not source.lower().endswith(".json"):
         from paredown.study.report.record import Record
         from paredown.study.sweeps.store import Store
@@ -93,7 +96,7 @@ def read_source(source: str, *, sweep: str | None = None, title: str = "") -> Re
 
 
 def _of_value(value: Any, title: str) -> Record:
-    """Return the record for a JSON value, which is a record or the output of `pick` or `train`."""
+    """Return the Record, the content of a report page, for a JSON value: a record, or the output of `pick` or `train`."""
     from paredown.study.pick.answer import Picked
     from paredown.study.report.record import Record
     from paredown.study.tasks.trial import Trial

@@ -27,7 +27,7 @@ CONTROL = re.compile(r"(?!\x1b\[[01]m)[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]
 
 
 class Styled(str):
-    """A line of output with escape codes for colours, which `tell` prints as they are; in other text it replaces control characters."""
+    """A line of output with escape codes for colours, which `tell` prints unchanged; in other lines it replaces control characters."""
 
     __slots__ = ()
 
@@ -125,13 +125,13 @@ class ProgressLines:
         self._lock = threading.Lock()
 
     def report(self, done: float, total: float, note: str) -> None:
-        """Record that `done` of `total` units of work are done, and print a line if the last one is PIPE_SECONDS old."""
+        """Record that `done` of `total` units of work are done, and print a line if the last one was printed PIPE_SECONDS ago."""
         self._first = self._first or (self._clock(), done)
         self._last = (self._clock(), done, total, note)
         self.tick()
 
     def tick(self) -> None:
-        """Print a line of progress if the last one is PIPE_SECONDS old."""
+        """Print a line of progress if the last one was printed PIPE_SECONDS ago."""
         with self._lock:
             now = self._clock()
             if now - self._written >= PIPE_SECONDS:
@@ -150,7 +150,7 @@ class ProgressLines:
 
 @contextmanager
 def progress_lines(what: str) -> Generator[Report]:
-    """Return a context that yields `ProgressLines.report`; a thread writes lines also while nothing is reported."""
+    """Return a context that yields `ProgressLines.report`; a thread prints lines also while nothing is reported."""
     lines, is_over = ProgressLines(what), threading.Event()
 
     def tick() -> None:
@@ -199,7 +199,7 @@ def spinner(what: str) -> Generator[None]:
 
 @dataclass(frozen=True)
 class LiveScreen:
-    """Functions that replace the text on a terminal, `tell(lines)`, and set one of its bars, `bar(name, done, total, note)`."""
+    """Changes a terminal in place: `tell(lines)` replaces its text, `bar(name, done, total, note)` sets a progress bar."""
 
     tell: Callable[[Sequence[str]], None]
     bar: Callable[[str, float, float, str], None]

@@ -1,4 +1,4 @@
-"""`paredown pick`: pick a plan within a budget, and print its Pareto front."""
+"""`paredown pick` picks a plan within a budget, and prints the Pareto front of memory and error."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _write_files(request: PickRequest, task: Task, picked: Picked) -> dict[str, 
 
 
 def record_of(picked: Picked, task: Task, device: str | None = None) -> Record:
-    """Return the record of a pick for reports, with the predicted memory of the task's step if it can be traced."""
+    """Return the content of a report page on a pick, with the predicted memory of the task's step if that can be traced."""
     from paredown.cli.report_verbs import with_memory
     from paredown.cli.subject import of_task
     from paredown.errors import TraceError
@@ -146,7 +146,7 @@ def _in_words(picked: Picked) -> list[str]:
 
 
 def front(study: Study) -> list[str]:
-    """Return a table of the Pareto front of error and bytes, the smallest plan first; a star marks the picked plan."""
+    """Return a table of the Pareto front in `study`, a report's part on one task; a star marks the picked plan."""
     shown = [mark for mark in study.marks if mark.on_front or mark.label == study.picked]
     names = ("  plan", "peak", "of full", study.metric, "+- 90 %", "measured", "peak")
     if not any(mark.step_source for mark in study.marks):
@@ -155,7 +155,7 @@ def front(study: Study) -> list[str]:
 
 
 def _step(mark: PlanMark) -> str:
-    """Return a plan's step time relative to the baseline's, after a tilde unless it was measured on this task; "" if unknown."""
+    """Return a plan's step time, as a multiple of the baseline's if known; "~" means not measured here, "" unknown."""
     if not mark.step_source:
         return ""
     time = f"{mark.step_ratio:.2f}x" if mark.step_ratio is not None else f"{1000 * (mark.step_seconds or 0.0):.3g} ms"

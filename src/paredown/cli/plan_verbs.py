@@ -1,4 +1,4 @@
-"""`paredown plan` makes a plan within a budget; `paredown explain` prints a plan, and with a model each slot of it."""
+"""`paredown plan` makes a plan within a budget; `paredown explain` prints a plan, and with a model how each tensor is stored."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PlanRequest:
 
     @property
     def subject_options(self) -> cli.SubjectOptions:
-        """The options that change the step."""
+        """Return the options of this request that change the training step, with --batch, and CUDA as the device if --gpu is given."""
         return replace(self.step, batch=self.batch).on_device_of(self.gpu)
 
 
@@ -100,7 +100,7 @@ def _made(request: PlanRequest, subject: Subject, within: Budget) -> Plan:
 
 
 def _probed(subject: Subject, trace: Trace) -> Any:
-    """Return the gradient errors of each slot, measured by `probe`; raise PlanError for a model on the meta device, which cannot run."""
+    """Run the model to measure the gradient error of each slot (tensor) in each format; its weights must have values."""
     from paredown.check.probe import probe
     from paredown.errors import PlanError
 
@@ -127,7 +127,7 @@ def explain(
     step: cli.SubjectOptions,
     is_json: cli.JsonOption = False,
 ) -> None:
-    """Print the rules of a plan; with --model every slot: quantized, pinned or unmodified, and why."""
+    """Print the rules of a plan; with --model how every slot (tensor of a step) is stored, and why."""
     from paredown.cli.subject import read_plan
 
     parsed, on_model, lines = read_plan(plan), dict[str, Any](), list[str]()
@@ -152,7 +152,7 @@ def explain(
 
 
 def _slot_lines(slots: Sequence[PlannedSlot]) -> list[str]:
-    """Return a table of the slots, the largest first."""
+    """Return the lines of a table of `slots`, the tensors of the step: the largest, and how many are left out."""
     rows = sorted(slots, key=lambda row: -row.baseline_bytes)
     cells = [
         (row.slot, row.role.value, say_bytes(row.baseline_bytes), say_bytes(row.nbytes), row.format, row.what, row.why)

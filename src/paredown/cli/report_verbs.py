@@ -31,7 +31,7 @@ def report(
     sweep: SweepOption = None,
     is_json: JsonOption = False,
 ) -> None:
-    """Write one self-contained HTML file: memory over a step and against error with a budget slider, memory by role, trials, curves."""
+    """Write one self-contained HTML file: a chart of memory and error with a budget slider, memory over a step and by role, curves."""
     from paredown.cli.inputs import read_source
     from paredown.study.report.page import write
 
@@ -55,7 +55,7 @@ def _with_memory(record: Record, model: str) -> Record:
 
 
 def with_memory(record: Record, subject: Subject, plans: Mapping[str, Plan]) -> Record:
-    """Return `record` with the predicted memory of the step `subject` under these plans, in the study of its task or in a new study."""
+    """Return `record`, a report's content, with the predicted memory of the step `subject` under `plans`."""
     from dataclasses import replace
 
     from paredown.study.report.studies import Study
@@ -90,7 +90,7 @@ def serve(
 
 
 def _source(source: str, sweep: str | None) -> Any:
-    """Return the source of the records for `serve`; a store or a record file is read again when it changes."""
+    """Return the RecordSource that `serve` shows: a database of trials or a record file is read again when it changes."""
     from paredown.cli.inputs import read_json_file, read_source
     from paredown.study.report.server import RecordSource, open_source
 

@@ -1,4 +1,4 @@
-"""`find_subject(text)`: the training step (model, batch, loss, optimizer) that an argument names; `read_plan(text)`: the plan it names.
+"""`find_subject(text)` returns the training step (model, batch, loss, optimizer) that an argument names, `read_plan(text)` the plan.
 
     digits#model=vit,steps=200        a task: its own model, data, loss and optimizer (docs/tasks.md)
     resnet50#width=64,picture=224     a model of paredown.models on random pictures or tokens
@@ -74,16 +74,19 @@ class Subject:
     compiled: bool = False
     chunked_loss: bool = CHUNKED_LOSS
     _traces: dict[tuple[int, bool], Trace] = field(default_factory=dict[tuple[int, bool], Trace])
-    assumed: tuple[str, ...] = ()  # what the caller did not say of the batch, with the option that says it
+    assumed: tuple[str, ...] = ()  # texts on sizes of the batch that were assumed, with the options that set them
     adapted: tuple[str, ...] = ()  # paths of layers with a LoRA adapter
 
     @property
     def batch_size(self) -> int:
-        """The number of examples in the batch: the first dimension of its first tensor."""
+        """Return the number of examples in the batch: the first dimension of its first tensor."""
         return next((len(t) for t in tree_leaves(self.batch) if isinstance(t, Tensor) and t.ndim), 0)
 
     def trace(self, plan: Plan | None = None, batch_size: int | None = None) -> Trace:
-        """Return the trace of this step, or of the task's trials, for predictions under `plan` (None: the baseline)."""
+        """Return the trace of this step, from which bytes under `plan` (None: without a plan) are predicted.
+
+        `batch_size` replaces the step's own. A task's trace depends on the plan, which decides which optimizer runs.
+        """
         has_state_formats = self.task is not None and formats_state(plan or Plan())  # only traces of tasks depend on the plan
         key = self.batch_size if batch_size is None else batch_size, has_state_formats
         if key not in self._traces:
@@ -98,7 +101,7 @@ class Subject:
         return f" {missing_loss(len(self.batch), f'return (model, batch, loss), such as {LOSS_EXAMPLE}')}"
 
     def _new_trace(self, plan: Plan | None, batch_size: int) -> Trace:
-        """Return a new trace of the step, which is the step of a task with the options of the command line, or of a model alone."""
+        """Trace the step with `batch_size` examples: a task's, with the optimizer that `plan` needs, or that of a model alone."""
         where: dict[str, Any] = {"device": self.device, "compiled": self.compiled, "chunked_loss": self.chunked_loss}
         if self.task is None:
             batch, step = resized(self.batch, self.batch_size, batch_size), {"loss": self.loss, "autocast": self.autocast}
@@ -110,11 +113,11 @@ class Subject:
         return trace_task(task, plan, batch_size=batch_size, optimizer=optimizer, **where)
 
     def peak_bytes(self, plan: Plan, batch_size: int | None = None) -> int:
-        """Return the predicted peak under a plan."""
+        """Return the predicted peak bytes of the step under a plan."""
         return peak_of(self.trace(plan, batch_size), plan)
 
     def plan_within(self, budget: str, **options: Any) -> Plan:
-        """Return the plan that `assign` makes for this step and budget; `options` are those of `assign`."""
+        """Return the plan that `assign` makes for this step and `budget`, such as "8GiB"; `options` are those of `assign`."""
         budget_bytes = parse_bytes(budget, whole=self.peak_bytes(Plan()))
         if self.peak_bytes(Plan()) > budget_bytes:
             made = assign(self.trace(Plan.preset("lpmm")), budget_bytes, **options)
@@ -125,7 +128,7 @@ class Subject:
 
 @contextmanager
 def _trace_errors(what: str, hint: str = "") -> Generator[None]:
-    """Return a context that turns exceptions of the user's model into TraceError, whose message begins with `what` and ends with `hint`."""
+    """Return a context in which errors of the user's model become a TraceError that begins with `what` and ends with `hint`."""
     try:
         yield
     except TaskError:
@@ -138,7 +141,7 @@ def _trace_errors(what: str, hint: str = "") -> Generator[None]:
 
 
 def find_subject(text: str, changes: SubjectOptions) -> Subject:
-    """Return the training step that `text` names, changed as the options say."""
+    """Return the training step that `text` names, with the `changes` that options of the command line request."""
     head, _, tail = text.strip().partition("#")
     head = head.strip()
     if (config := find_config(head)) is not None:
@@ -154,7 +157,10 @@ def find_subject(text: str, changes: SubjectOptions) -> Subject:
 
 
 def _of_config(config: Path, tail: str, changes: SubjectOptions) -> Subject:
-    """Return the step of the model that a config.json of transformers or diffusers describes."""
+    """Return the step of the model that the file `config`, a config.json of transformers or diffusers, describes.
+
+    `tail` is the text of options after the # of the argument; `changes` has the options that begin with --.
+    """
     if is_of_diffusers(config):
         model, step, assumed = read_diffusers_config(config, lookup.parse_options(tail), changes.input)
         return Subject(type(model).__name__, model, step, sample_loss, assumed=(_assumed_batch(CONFIG_BATCH), *assumed))
@@ -163,7 +169,7 @@ def _of_config(config: Path, tail: str, changes: SubjectOptions) -> Subject:
 
 
 def _with_lora(subject: Subject, changes: SubjectOptions) -> Subject:
-    """Return the step with the LoRA adapters that `changes` request; the batch assumed for a config then has one example."""
+    """Return the step with the LoRA adapters that `changes` request; a config's batch is then 1, unless --batch sets it."""
     if subject.task is not None:
         raise TaskError(
             f"{subject.name} is a task, which makes its own model: --lora needs a config.json, a model, or file.py:function."
@@ -184,21 +190,24 @@ def _assumed_batch(num: int) -> str:
 
 
 def _assumed_tokens(batch: Mapping[str, Tensor], tail: str, changes: SubjectOptions) -> tuple[str, ...]:
-    """Return texts that tell which batch size and length were assumed for a Hugging Face config."""
+    """Return texts that name the batch size, and the length unless an option sets it, assumed for a Hugging Face config.
+
+    `tail` is the text of options after the # of the argument; `changes` has the options that begin with --.
+    """
     is_given = changes.input is not None or "length" in lookup.parse_options(tail)
     lengths = [f"length {batch['input_ids'].shape[1]} (--input tokens:N sets it)"] if "input_ids" in batch and not is_given else []
     return (_assumed_batch(CONFIG_BATCH), *lengths)
 
 
 def _assumed_of_model(name: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return texts that tell which batch size and length or picture size were assumed for a model of MODELS."""
+    """Return texts that name the sizes assumed for the built-in model `name`: batch, and length or picture, unless in `options`."""
     key, size = ("length", f"length {LENGTH}") if name in OF_TEXT else ("picture", f"pictures of {PICTURE} x {PICTURE}")
     batch = () if "batch" in options else (_assumed_batch(BATCH),)
     return (*batch, *(() if key in options else (f"{size} (#{key}=N sets it)",)))
 
 
 def find_any_task(text: str) -> Task:
-    """Return the task that `text` names, which may be a function of an importable module."""
+    """Return the task that `text` names: a built-in one, or one that a function of a file or of an importable module returns."""
     head, _, tail = text.strip().partition("#")
     kind, _, function = head.strip().rpartition(":")
     if not kind or ".py:" in head or head.partition(":")[0] in lookup.WITH_FILE:
@@ -212,7 +221,7 @@ def find_any_task(text: str) -> Task:
 
 
 def of_task(task: Task, device: str | None = None) -> Subject:
-    """Return the training step of a task on the type of `device`, such as cuda for "cuda:1"; None for the default device."""
+    """Return the training step of a task, to be traced for the type of `device` ("cuda:1": cuda); None: the default device."""
     torch.manual_seed(0)
     batch = next(task.data.batches(task.batch, seed=0, device=torch.device("cpu")))
     kind = None if device is None else device.partition(":")[0]
@@ -233,7 +242,7 @@ def _task(text: str, head: str) -> Task:
 
 
 def _check_is_no_config(head: str) -> None:
-    """Raise TaskError if `head` looks like a Hugging Face config (a path or a name of the hub) that is not there."""
+    """Raise TaskError if `head` looks like a Hugging Face config (a path, or a name on the hub) that is not on this machine."""
     path = Path(head)
     if path.is_dir():
         raise TaskError(f"the folder {head} has no {NAME}. To train on its pictures: images:{head}.")
@@ -265,7 +274,7 @@ def _changed(subject: Subject, changes: SubjectOptions) -> Subject:
 
 
 def _length_of(name: str, input: str | None) -> dict[str, Any]:
-    """Return the length of --input tokens:N as a keyword argument for a text model of MODELS; empty for others."""
+    """Return {"length": N} if the built-in model `name` reads text and `input`, the value of --input, is tokens:N; {} otherwise."""
     kind, _, number = (input or "").partition(":")
     return {"length": int(number[:9])} if name in OF_TEXT and kind == "tokens" and number.isdigit() else {}
 

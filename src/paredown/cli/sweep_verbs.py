@@ -1,4 +1,4 @@
-"""`paredown sweep run|status|export|merge` and `paredown worker`: many trials, resumable. docs/sweeps.md is the guide.
+"""`paredown sweep run|status|export|merge` and `paredown worker` run many trials, resumably. docs/sweeps.md is the guide.
 
 `WorkRequest.work_on` shows progress: on a terminal a bar, trials per minute, the time left and the best plans; in a pipe one JSON object
 per line, `finished` for each result after it is in the store, and `progress` every ten seconds.
@@ -43,7 +43,10 @@ Callbacks = tuple["Callable[[Claim, Trial], object]", "Callable[[], object]", "C
 
 @contextmanager
 def _pipe(watcher: SweepWatcher) -> Generator[Callbacks]:
-    """Return a context that yields callbacks which print results and progress as lines of JSON; other output goes to stderr."""
+    """Return a context that yields a worker's callbacks, which print results and the progress in `watcher` as lines of JSON.
+
+    What other code prints to stdout meanwhile goes to stderr.
+    """
     lines = partial(print, file=sys.stdout, flush=True)
 
     def on_result(claim: Claim, trial: Trial) -> None:
@@ -116,13 +119,16 @@ class WorkRequest:
     is_json: cli.JsonOption = False
 
     def ray_options(self) -> RayOptions | None:
-        """Return the options in the file of --ray; None without one."""
+        """Return the options for a Ray cluster in the file that --ray names; None without --ray."""
         from paredown.study.sweeps.engines.ray import RayOptions
 
         return None if self.ray is None else RayOptions.load(self.ray)
 
     def work_on(self, opened: Store, sweep: str | None, folder: TaskFolder, engine: Engine, *, stays: bool = False) -> None:
-        """Run trials of `sweep` (None: of all) whose tasks `folder` does not refuse, show progress, and wait for new ones if `stays`."""
+        """Run the trials of `sweep` (None: of all sweeps) in the database `opened` by `engine`, and show progress.
+
+        Tasks that `folder` refuses are left to other workers. With `stays`, it goes on waiting for new trials when all are finished.
+        """
         from paredown.study.sweeps.status import SweepWatcher
         from paredown.study.sweeps.worker import WorkerOptions, work
 
@@ -234,14 +240,14 @@ def sweep_merge(
 
 
 def needed(store: str | None) -> str:
-    """Return the address of the store; raise ParedownError if none was named."""
+    """Return `store`, the address of the database of trials; raise ParedownError if the user gave none."""
     if not store:
         raise ParedownError("which store? Give --store FILE or URL, or set PAREDOWN_STORE.")
     return store
 
 
 def open_store(address: str, *, may_create: bool = True) -> Store:
-    """Open and return a store; waiting for a busy database is reported on stderr."""
+    """Open and return the database of trials at `address`, a file or URL; messages on waiting for it go to stderr."""
     from paredown.study.sweeps.store import Store
 
     return Store(address, may_create=may_create, say=say)

@@ -129,7 +129,10 @@ def _verification(task: Task, plan: Plan, request: TrainRequest) -> Verification
 
 
 def _verified(run: TrainingRun, task: Task, request: TrainRequest) -> dict[str, Any]:
-    """Return a field of the JSON with the verification of gradients under the run's plan; exit before training if they are wrong."""
+    """Compare the gradients under the plan of `run` with the unmodified model's, and return the comparison for the JSON.
+
+    If they differ too much, the process exits before it trains.
+    """
     from paredown.check.verification import TOO_COARSE
 
     result = _verification(task, run.plan, request)
@@ -151,20 +154,20 @@ def _verified(run: TrainingRun, task: Task, request: TrainRequest) -> dict[str, 
 
 @dataclass
 class TrainingRun:
-    """One training of `paredown train`: its plan and, afterwards, its trial and model."""
+    """Holds one training of `paredown train`: its plan, and after `train` its result (`trial`) and the model, if kept."""
 
     name: str
     plan: Plan
     trial: Any = None  # the measured Trial
-    model: Any = None  # the trained nn.Module, with plain weights
+    model: Any = None  # the trained nn.Module, with unpacked weights
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps ran."""
+        """Return whether all steps ran."""
         return self.trial.status.value == "done"
 
     def train(self, task: Task, *, seed: int, device: str | None, mode: str, keeps_model: bool = False) -> None:
-        """Train `task` under the plan with a progress bar on a terminal, and keep the trial, and if `keeps_model`, the model."""
+        """Train `task` under the plan, with a progress bar; store the result in `trial`, and the model if `keeps_model`."""
         from paredown.study.tasks.evaluate import make_setting, trial_and_model
         from paredown.study.tasks.threads import suited_threads
 
@@ -175,7 +178,7 @@ class TrainingRun:
         self.model = model if keeps_model else None
 
     def advice(self, task: Task, frontier: Frontier | None) -> str | None:
-        """Return advice after a run that ran out of memory: the role that grew most, and a smaller plan; otherwise None."""
+        """Return advice if the run was out of memory: the role that grew most, and a smaller plan of `frontier`; otherwise None."""
         if self.trial.status.value != "out_of_memory":
             return None
         from torch import cuda
@@ -188,12 +191,12 @@ class TrainingRun:
         return explain_shortage(of_task(task).trace(self.plan), self.plan, candidates=front, available_bytes=available)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value: the trial and its name."""
+        """Return the result of the training as a dict for JSON, with the run's name."""
         return {"name": self.name, **self.trial.to_json()}
 
 
 def runs_table(task: str, runs: list[TrainingRun]) -> list[str]:
-    """Return a heading, a table of the runs, and a note for each run whose peak is far above its prediction."""
+    """Return lines of text: a heading, a table of the runs, and a note for each run whose peak is far above its prediction."""
     from paredown.sizes import say_bytes
 
     def cells(trial: Trial) -> tuple[str, ...]:
@@ -209,7 +212,7 @@ def runs_table(task: str, runs: list[TrainingRun]) -> list[str]:
 
 
 def _excess(run: TrainingRun) -> str:
-    """Return a note if the peak measured on a GPU is far above the predicted one; "" otherwise, and on a CPU."""
+    """Return a note if the peak measured on a GPU is far above the predicted one; "" if it is not, or on a CPU."""
     from paredown.sizes import say_bytes
 
     measured, predicted = run.trial.measured_peak_bytes, run.trial.predicted_peak_bytes
@@ -228,7 +231,7 @@ def check_weights_file(path: Path | None) -> None:
 
 
 def write_weights(model: nn.Module, path: Path) -> None:
-    """Save the state_dict of a model as plain tensors, loadable with weights_only=True; the file appears whole or not at all."""
+    """Save the state_dict of a model as ordinary tensors, loadable with weights_only=True; on failure no partial file is left."""
     import torch
 
     with replaced_file(path, ParedownError) as part:

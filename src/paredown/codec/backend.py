@@ -1,4 +1,4 @@
-"""Choose between Triton kernels and plain torch for each call; the only module that checks whether Triton is installed.
+"""`codec_for` chooses between Triton kernels and the CPU's codec for each call.
 
 The logger `paredown` reports the choice once per device and format.
 """
@@ -20,9 +20,9 @@ log = logging.getLogger("paredown")
 
 
 def codec_for(x: Tensor, encoding: Encoding | None, job: str) -> ModuleType:
-    """Return the module that does this job ("encode", "decode", "round_trip" or "largest_finite") for a tensor: kernels, or `codec.cpu`.
+    """Return the module that does `job` for the tensor `x`: `codec.kernels` if a Triton kernel can, otherwise `codec.cpu`.
 
-    Both have the functions `encode_rows`, `decode_rows`, `decoder`, `round_trip_rows` and `largest_finite`.
+    `job`: "encode", "decode", "round_trip" or "largest_finite". Both modules have a function for each, such as `encode_rows`.
     """
     kernels = find_kernels() if x.device.type == "cuda" else None
     if kernels is None:

@@ -1,9 +1,9 @@
-"""The codec on the CPU, the same bits as `reference.py`: in loops that numba compiles (`loops.py`), or the reference in pieces.
+"""The codec on the CPU runs loops that numba compiles (`loops.py`), or `reference.py` on one piece after another.
 
 Where numba (the extra `cpu`) is missing, the reference encodes and decodes PIECE values at a time, so that its scratch memory stays below
 half a MiB; that takes 100 to 400 nanoseconds a value instead of 1 to 2. Importing numba and reading the compiled loops from disk takes 0.8
-seconds, as long as the reference takes for PATIENCE values, so small tensors are left to the reference until it has encoded and decoded so
-many. This module also serves tensors on a GPU for which there is no kernel, through the reference.
+seconds, as long as the reference takes for PATIENCE values, so the reference encodes and decodes small tensors until they were PATIENCE
+values in all. This module also serves tensors on a GPU for which there is no kernel, through the reference.
 
 All of it runs on one thread: torch would start threads for each of the reference's operations on a piece, which take microseconds, and join
 them again; where other programs keep the cores busy a join lasts as long as the scheduler's time slice.
@@ -35,13 +35,13 @@ from paredown.formats.rounding import WORD, Overflow, Rounding, Seed
 PIECE = 1 << 12  # values that the reference encodes at a time: about 100 bytes of scratch memory each
 GPU_PIECE = 1 << 17
 FEW_VALUES = 1 << 14  # a tensor with more imports numba at once
-PATIENCE, CALL = 1 << 21, PIECE  # a call of the reference takes as long as so many values
+PATIENCE, CALL = 1 << 21, PIECE  # CALL: a call of the reference takes as long as encoding this many values
 FORKED_NUMEL = 1 << 15  # torch uses several threads for operations on more values
 LOOPS = "paredown.codec.loops"
 
 
 def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None = None) -> PackedParts:
-    """Return the same codes and scales as `reference.encode_rows` does for `x`, (rows, cols).
+    """Return the codes and scales of `x`, (rows, cols), by compiled loops or `reference.encode_rows`, with the same result.
 
     `given`: scales to use, None to choose them. `bits`: int32 random bits, one for each value, in place of those from the seed.
     """
@@ -61,7 +61,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: 
 
 
 def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
-    """Write the values that `reference.decode_rows` returns into `out`, (rows, cols) and contiguous, and return `out`."""
+    """Write the values decoded from `parts` (codes, scales, minimums) into contiguous `out`, (rows, cols), and return `out`."""
     loops = find_loops(out)
     if loops is not None:
         numbers, tables = numbers_of(encoding.format, encoding.rounding, encoding.overflow, COVER)
@@ -74,12 +74,12 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
 
 
 def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that writes the decoded values of `parts` into its argument, a contiguous tensor of rows * cols values."""
+    """Return a function that decodes `parts` (codes, scales, minimums) into its argument, contiguous, of rows * cols values."""
     return lambda out: decode_rows(parts, encoding, out.view(rows, cols))
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
-    """Write the values that `reference.round_trip_rows` returns into `out`, and return `out`.
+    """Write `x`, (rows, cols), rounded to values of the encoding's format into `out`, and return `out`.
 
     `given`: scales to use, None to choose them.
     """
@@ -108,7 +108,7 @@ def largest_finite(x: Tensor) -> Tensor:
 
 
 def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Tensor:
-    """Return the random bits of `reference.random_bits` as int32, (count,)."""
+    """Return the random bits of `count` elements from index `start` on as int32, (count,), equal to the reference's."""
     out = torch.empty(count, dtype=torch.int32, device=device)
     loops = find_loops(out)
     if loops is None:
@@ -118,7 +118,10 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
 
 
 def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> bool:
-    """Write one bit per value of flat `x` into `out`, 1 where low < x < high; return False, writing nothing, without numba."""
+    """Write one bit per value of flat `x` into `out`, 1 where low < x < high, and return True.
+
+    Without numba nothing is written and the result is False; then the caller must do it otherwise.
+    """
     loops = find_loops(x)
     if loops is None or x.dtype not in MASKED:
         return False
@@ -130,7 +133,7 @@ def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> bool:
 def select(bits: Tensor, inside: Tensor, outside: Tensor, out: Tensor) -> bool:
     """Write `inside` into flat `out` where the mask's bit is 1 and `outside` elsewhere, and return True.
 
-    `bits` has eight values in each byte. Without numba nothing is written, and the result is False.
+    `bits` has eight values in each byte. Without numba nothing is written and the result is False.
     """
     loops = find_loops(out)
     if loops is None:
@@ -153,7 +156,10 @@ NO_FLOATS, NO_WORDS, NO_BYTES = (np.empty(0, dtype) for dtype in (np.float32, np
 
 
 def find_loops(x: Tensor) -> ModuleType | None:
-    """Return the module `codec.loops`, which numba compiles; None without numba, or while plain torch needs less time than its import."""
+    """Return the module `codec.loops`, whose functions numba compiles, to encode or decode `x`; None if it cannot be used.
+
+    That is: on a GPU, without numba, or as long as importing it takes longer than plain torch takes for the values so far.
+    """
     numel = x.numel()
     if x.device.type != "cpu" or numel == 0 or not has_numba():
         return None
@@ -165,7 +171,7 @@ def find_loops(x: Tensor) -> ModuleType | None:
 
 
 def load_loops() -> None:
-    """Import `codec.loops` if numba is installed, so that later calls take equal memory and time in any process."""
+    """Import `codec.loops` now if numba is installed, so that measurements of later calls do not include the import."""
     _patience.left = 0
     find_loops(torch.empty(1))
 
@@ -177,13 +183,13 @@ def has_numba() -> bool:
 
 
 class Patience:
-    """A counter of the values that plain torch encoded; numba is imported when the count is large enough to repay the import."""
+    """A count of the values that plain torch has encoded; once they would have repaid the import of numba, numba is used."""
 
     def __init__(self) -> None:
         self.left = PATIENCE
 
     def lasts(self, numel: int) -> bool:
-        """Count `numel` more values, and return whether plain torch should compute them, without an import of numba."""
+        """Count a call with `numel` values, and return whether plain torch should do it, since numba's import would not pay off."""
         self.left -= numel + CALL
         return self.left > 0
 
@@ -207,12 +213,11 @@ def _call(loops: ModuleType, x: Tensor, parts: PackedParts, seed: Seed | None = 
 
 
 def _memory(loops: ModuleType, parts: PackedParts) -> Any:
-    """Return codes, scales and minimums as numpy arrays of bytes, which the compiled loops take."""
     return loops.Parts(*map(bytes_of, (parts.codes, parts.scales, parts.minimums)))
 
 
 def bytes_of(x: Tensor | None) -> Any:
-    """Return the memory of a contiguous tensor as a numpy array of bytes, valid while the tensor lives; an empty one for None.
+    """Return the memory of a contiguous tensor as a numpy array of bytes, valid while the tensor lives; empty for None.
 
     `Tensor.numpy` would forbid `resize_` of its storage from then on, which FSDP2 calls, and np.from_dlpack takes six times as long.
     """
@@ -224,15 +229,14 @@ def bytes_of(x: Tensor | None) -> Any:
 
 @lru_cache(maxsize=4096)
 def _buffer(num_bytes: int) -> Any:
-    """Return the ctypes type of an array of `num_bytes` bytes."""
     return ctypes.c_uint8 * num_bytes
 
 
 @lru_cache(maxsize=1024)
 def numbers_of(format: Format, rounding: Rounding, overflow: Overflow, rule: str) -> tuple[Any, Any]:
-    """Return an encoding (format, rounding, overflow, rule of scales) as the records that the compiled loops read.
+    """Return an encoding as the two records that compiled loops read: numbers, and tables of the values of codes.
 
-    `rule`: how scales are chosen.
+    `rule`: how scales are chosen: "cover", "ocp" or "given".
     """
     from paredown.codec import loops
 
@@ -268,9 +272,9 @@ def numbers_of(format: Format, rounding: Rounding, overflow: Overflow, rule: str
 
 
 def _scale_numbers(scale: Element | None) -> dict[str, float]:
-    """Return the numbers by which compiled loops round a scale to an 8-bit code; zeros for scales that are no codes.
+    """Return, by name, the numbers by which compiled loops round scales to 8-bit codes; zeros if scales are not stored so.
 
-    code = (bits of a float64, rounded up) - offset, or below the smallest normal value in steps.
+    code = (bits of the scale as a float64, rounded up) - offset; below the smallest normal value it is a number of fixed steps.
     """
     if scale is None or scale.width != 8:
         values: tuple[float, ...] = (0, 0, 0, 0, 0, 0.0, 0.0)
@@ -286,16 +290,16 @@ def _scale_numbers(scale: Element | None) -> dict[str, float]:
 
 @lru_cache(maxsize=256)
 def _table(element: Element | None) -> Any:
-    """Return the values of all codes of an element; an empty array for elements wider than 8 bits."""
+    """Return an element's values, indexed by code; an empty array for elements wider than 8 bits."""
     if element is None or element.width > 8:
         return NO_FLOATS
     return np.array(element.values(), np.float32)  # no memory of torch, which the first measured step would be charged for
 
 
 def table_thresholds(element: Element, rounding: Rounding) -> Any:
-    """Return the thresholds of a table of values: the smallest float32 that rounds to each code from 1 on.
+    """Return, for each code from 1 on, the smallest float32 that rounds to it, for an element that is a table of values.
 
-    With stochastic rounding, the smallest float32 that always gets the code.
+    With stochastic rounding, it is the smallest float32 that always gets the code.
     """
     values, up = np.array(element.table, np.float32), np.float32(np.inf)
     below, above = values[:-1], values[1:]
@@ -312,10 +316,13 @@ def table_thresholds(element: Element, rounding: Rounding) -> Any:
 
 @lru_cache(maxsize=256)
 def _thresholds(element: Element, rounding: Rounding) -> tuple[Any, Any]:
-    """Return the limits between neighbouring values of a table, and the signs of these, as arrays for the compiled loops."""
+    """Return two arrays for the loops, in which a value's code is the sum of `signs` over the thresholds that it reaches.
+
+    A sign is 1, or 2^32 - 1, which stands for -1. Only rounding toward zero in a table without 0 needs that.
+    """
     thresholds, up = table_thresholds(element, rounding), np.float32(np.inf)
     if rounding is Rounding.STOCHASTIC:
-        thresholds = thresholds[:-1]  # of the code below; the largest value has none above it
+        thresholds = thresholds[:-1]  # thresholds of the code below; the largest value has none above it
     signs = np.ones(len(thresholds), np.uint32)
     across = [low for low, high in pairwise(element.table) if low < 0 < high]
     if rounding is Rounding.TOWARD_ZERO and across:  # up if low < y < 0, down from 0 on, and up from `high` on
@@ -329,9 +336,9 @@ def _thresholds(element: Element, rounding: Rounding) -> tuple[Any, Any]:
 
 @contextmanager
 def one_thread(x: Tensor) -> Generator[None]:
-    """Return a context in which torch uses one thread for operations on pieces of `x`.
+    """Return a context in which torch uses one thread: operations on small pieces of `x` are faster without others.
 
-    For small tensors and on a GPU, nothing changes.
+    It changes nothing if `x` itself is small or on a GPU.
     """
     before = torch.get_num_threads() if x.numel() > FORKED_NUMEL and x.device.type == "cpu" else 1
     if before == 1:
@@ -345,12 +352,12 @@ def one_thread(x: Tensor) -> Generator[None]:
 
 
 def _pieces_of(encoding: Encoding, x: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield (row, column) slices that cover `x`, (rows, cols), in pieces of whole blocks and whole bytes."""
+    """Yield (row, column) slices that cover `x`, (rows, cols), by pieces of some thousand values and of whole blocks."""
     return pieces(*x.shape, unit=lcm(encoding.format.block or 1, 8), size=PIECE if x.device.type == "cpu" else GPU_PIECE)
 
 
 def pieces(rows: int, cols: int, *, unit: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield (row, column) slices that cover a (rows, cols) tensor, about `size` values each: whole rows, or parts of one row.
+    """Yield (row, column) slices of about `size` values each that cover a (rows, cols) tensor: some rows, or part of one.
 
     Parts of a row begin at multiples of `unit`.
 
@@ -381,7 +388,7 @@ def _piece_of(parts: PackedParts | None, encoding: Encoding, r: slice, c: slice)
 
 
 def _bits(encoding: Encoding, x: Tensor, r: slice, c: slice) -> Tensor | None:
-    """Return the random bits of the piece x[r, c]; None if the rounding needs none."""
+    """Return the random bits of the values x[r, c]; None if the encoding's rounding is not stochastic."""
     if encoding.rounding is not Rounding.STOCHASTIC:
         return None
     start = encoding.seed.first_index + r.start * x.shape[1] + c.start

@@ -1,10 +1,11 @@
-"""Encode, decode and one-bit masks in the graphs of torch.compile: the bits of `reference.py`, without a codec of its own.
+"""Operations that encode, decode and pack masks in graphs of torch.compile, with the bits of `reference.py`.
 
     paredown::encode        the codec of eager mode: Triton kernels on a GPU, compiled loops on a CPU. Compiled code calls it without the
                             dispatcher of torch. The step of the random bits is a tensor, which is read when it runs
     paredown::decode        `decode_in_graph` as one node, which Inductor fuses into its readers
     paredown::unpack_bits   the same for `unpack_mask_in_graph`; some twenty nodes for each would take longer to compile
     paredown::cast_all      casts of many tensors to one dtype, which Inductor makes one kernel of
+    paredown::in_memory     a copy of a tensor that Inductor writes to memory once for all of its readers
 
 The lowerings of these operations are in session/compiled/lowerings.py; where they do not cover a format or symbolic sizes, the functions
 are traced into aten operations. Parts are 1-D, in the layout of the reference. Triton contracts value * scale + minimum into one fused
@@ -55,10 +56,11 @@ _LIBRARY.define(
 _LIBRARY.define("decode(Tensor[] parts, str format, ScalarType dtype, int[] sizes, int[] dims) -> Tensor")
 _LIBRARY.define("unpack_bits(Tensor bits, int[] sizes, int[] dims) -> Tensor")
 _LIBRARY.define("cast_all(Tensor[] tensors, ScalarType dtype) -> Tensor[]")
+_LIBRARY.define("in_memory(Tensor x) -> Tensor")
 
 
 def covers(format: Format) -> bool:
-    """Return whether `decode_in_graph`, which torch.compile traces, decodes this format."""
+    """Return whether `decode_in_graph`, the decoding in plain torch that torch.compile traces, supports this format."""
     element = format.element
     if format.block is None or format.scale is None:
         return element in CASTS
@@ -73,17 +75,18 @@ def covers(format: Format) -> bool:
 
 
 def encode(x: Tensor, step: Tensor, order: list[int], *how_and_seed: Any) -> list[Tensor]:
-    """Encode `x`, with its dimensions permuted to `order`, and return [codes, scales] or [codes, scales, minimums], each 1-D.
+    """Encode `x` after permuting its dimensions to `order`; return [codes, scales] or [codes, scales, minimums], each 1-D.
 
-    `step` is one int32 on the device of `x`; `how_and_seed`: the last five arguments of `encode_flattened`.
+    `step`, the training step, is one int32 on the device of `x`; `how_and_seed`: the last five arguments of `encode_flattened`.
     """
     return encode_flattened(x.permute(order).reshape(-1), step, *how_and_seed)
 
 
 def encode_flattened(x: Tensor, step: Tensor, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> list[Tensor]:
-    """Return the codes, scales and minimums of 1-D contiguous `x`, each as a 1-D tensor.
+    """Return the codes, scales and minimums of `x`, which must be 1-D and contiguous, each as a 1-D tensor.
 
-    `seed`, `tensor_id` and `step`, one int32 on the device of `x`, determine the random bits of stochastic rounding."""
+    `seed`, `tensor_id` and `step`, one int32 on the device of `x`, determine the random bits of stochastic rounding.
+    """
     kernels = flat_encoder(x.shape[0], x.is_cuda, format, rounding, overflow, seed, tensor_id)
     if kernels is not None:
         return kernels(x, step)
@@ -94,7 +97,7 @@ def encode_flattened(x: Tensor, step: Tensor, format: str, rounding: str, overfl
 
 @lru_cache(maxsize=4096)
 def flat_encoder(numel: int, is_cuda: bool, format: str, rounding: str, overflow: str, seed: int, tensor_id: int) -> Any:
-    """Return the Triton encoder for tensors of `numel` values; None on a CPU or if no kernel encodes this format."""
+    """Return an encoder that runs Triton kernels on `numel` values; None on a CPU, or if no kernel encodes this format."""
     kernels, how = backend.find_kernels() if is_cuda else None, _encoding(format, rounding, overflow)
     if kernels is None or how.format.block is None or not kernels.covers(how, "encode"):
         return None
@@ -120,14 +123,14 @@ def _encoding(format: str, rounding: str, overflow: str) -> Encoding:
 
 
 def decode(parts: list[Tensor], format: str, dtype: torch.dtype, sizes: list[int], dims: list[int]) -> Tensor:
-    """Return the decoded values of `parts` (codes, scales, minimums), as the permutation `dims` of a contiguous tensor of `sizes`."""
+    """Return the tensor of shape `sizes` that is decoded from codes, scales and minimums, with dimensions permuted by `dims`."""
     return decode_in_graph(parts, Format.parse(format), prod(sizes), dtype).view(sizes).permute(dims)
 
 
 def decode_in_graph(parts: Sequence[Tensor], format: Format, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return the `numel` values of an encoded tensor, 1-D, from the tensors `parts` that `paredown::encode` returned.
+    """Return the `numel` values, 1-D, decoded from `parts`, the codes, scales and minimums that `paredown::encode` returned.
 
-    Finite values above float16's largest value stay finite.
+    It consists of torch operations that torch.compile traces. Finite values stay finite in float16.
     """
     element = format.element
     y = parts[0].view(CASTS[element]).float() if element in CASTS else _unpacked(parts[0], format, numel).float()
@@ -141,9 +144,9 @@ def decode_in_graph(parts: Sequence[Tensor], format: Format, numel: int, dtype: 
 
 
 def largest_in_graph(x: Tensor, parts: Sequence[Tensor], format: Format) -> Tensor:
-    """Return an upper bound on the magnitudes of encoded `x`, computed from the scales and minimums in `parts`.
+    """Return an upper bound on |x|, computed from the scales and minimums in `parts`, to which `x` was encoded.
 
-    For a format without blocks it is max |x|. NaN if `x` is not finite.
+    For a format without blocks, which has no scales, it is max |x|. The bound is NaN if `x` is not finite.
     """
     if format.block is None or format.scale is None:
         largest = x.abs().amax().float()
@@ -154,7 +157,6 @@ def largest_in_graph(x: Tensor, parts: Sequence[Tensor], format: Format) -> Tens
 
 
 def _scale_values(scales: Tensor, format: Format) -> Tensor:
-    """Return the float32 values of the scales that this format stores."""
     if format.scale is None or format.scale.name != "e8m0":
         return scales.float()
     codes = scales.to(torch.int32)
@@ -163,7 +165,7 @@ def _scale_values(scales: Tensor, format: Format) -> Tensor:
 
 
 def _unpacked(packed: Tensor, format: Format, numel: int) -> Tensor:
-    """Return the `numel` codes that are packed in bytes, as integers, 1-D, by few operations, since each takes time to compile."""
+    """Return `numel` codes as 1-D integers, from bytes that may hold several, by few operations: each takes time to compile."""
     width, is_signed = format.element.width, format.element.kind is ElementKind.INT
     if width == 8:
         return packed.to(torch.int8) if is_signed else packed
@@ -174,12 +176,10 @@ def _unpacked(packed: Tensor, format: Format, numel: int) -> Tensor:
 
 
 def _spread(per_block: Tensor, block: int, numel: int) -> Tensor:
-    """Return one value per block, (num_blocks,), repeated for every value of the block, (numel,).
+    """Return a tensor (numel,) that has for each value the number of its block from `per_block`, (num_blocks,).
 
-    Products of (num_blocks, block) and (num_blocks, 1) would make slower kernels (ResNet-50: 5 %).
-
-    A short last block takes computed indices: Inductor on the CPU (2.13) splits a loop over i that reads x[i // block] into whole blocks
-    and drops the rest.
+    Products of (num_blocks, block) and (num_blocks, 1) would make slower kernels (ResNet-50: 5 %). If the last block is short, indices are
+    computed: Inductor on the CPU (2.13) splits a loop over i that reads x[i // block] into whole blocks and drops the rest.
     """
     if statically_known_true(numel % block == 0):
         return per_block[:, None].expand(-1, block).reshape(-1)
@@ -199,7 +199,7 @@ def _first(x: Tensor, count: int) -> Tensor:
 
 
 def unpack_bits(bits: Tensor, sizes: list[int], dims: list[int]) -> Tensor:
-    """Return the booleans stored in `bits`, as a contiguous tensor of `sizes` with its dimensions permuted by `dims`."""
+    """Return the booleans stored in `bits`, eight to a byte, as a tensor of shape `sizes` with dimensions permuted by `dims`."""
     return unpack_mask_in_graph(bits, prod(sizes)).view(sizes).permute(dims)
 
 
@@ -225,8 +225,13 @@ def unpack_mask_in_graph(bits: Tensor, numel: int) -> Tensor:
 
 
 def cast_all(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return `tensors` in another dtype."""
+    """Return `tensors` cast to another dtype; in a compiled graph it is one node, of which Inductor makes one kernel."""
     return [tensor.to(dtype) for tensor in tensors]
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """Return a copy of `x`; in a compiled graph it makes Inductor write `x` to memory once for all of its readers."""
+    return x.clone()
 
 
 def _empty(source: Tensor, dtype: torch.dtype, sizes: list[int], dims: list[int]) -> Tensor:
@@ -234,9 +239,10 @@ def _empty(source: Tensor, dtype: torch.dtype, sizes: list[int], dims: list[int]
 
 
 for _device in ("CUDA", "CPU"):
-    for _function in (encode, decode, unpack_bits, cast_all):
+    for _function in (encode, decode, unpack_bits, cast_all, in_memory):
         _LIBRARY.impl(_function.__name__, _function, _device)
 torch.library.register_fake("paredown::encode", _empty_parts, lib=_LIBRARY)
 torch.library.register_fake("paredown::decode", lambda parts, *t: _empty(parts[0], *t[-3:]), lib=_LIBRARY)
 torch.library.register_fake("paredown::unpack_bits", lambda bits, *t: _empty(bits, torch.bool, *t), lib=_LIBRARY)
 torch.library.register_fake("paredown::cast_all", cast_all, lib=_LIBRARY)
+torch.library.register_fake("paredown::in_memory", torch.empty_like, lib=_LIBRARY)

@@ -1,4 +1,4 @@
-"""Encode, decode and round_trip on the CPU as loops that numba compiles: the bits of `reference.py`, without scratch tensors.
+"""`encode` and `decode` are loops that numba compiles, with the bits of `reference.py` and without scratch tensors.
 
 A row is read in tiles of whole blocks that fit the first cache if possible, and each step below is a loop over a tile that LLVM turns into
 vector instructions:
@@ -48,10 +48,10 @@ inner: Any = njit(**OPTIONS)
 
 
 def entry(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` compiled at its first call and kept on disk, or in each process where no folder can be written.
+    """Return `function` as one that numba compiles at its first call, and keeps on disk if a folder can be written.
 
-    numba keeps errors of its compiler in reference cycles. Their tracebacks hold the frames of all callers, and so the tensors of a forward
-    pass, which a session then would not decode in backward. They are collected after a call that compiled.
+    After a call that compiled, garbage is collected: numba keeps its compiler's errors in reference cycles, whose tracebacks keep the
+    tensors of all callers alive.
     """
     try:
         compiled: Any = njit(cache=True, **OPTIONS)(function)
@@ -70,7 +70,7 @@ def entry(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Call(NamedTuple):
-    """The arguments of one call: shape, dtype of the values, keys of the random bits, global index of the first value."""
+    """What differs from call to call: shape, dtype of the values, keys of the random bits, index of the first value."""
 
     rows: int
     cols: int
@@ -82,7 +82,7 @@ class Call(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The memory of codes, scales and minimums as flat uint8 arrays; rows start at a byte."""
+    """The memory of a packed tensor's codes, scales and minimums as flat uint8 arrays; each row of codes starts at a byte."""
 
     codes: Any
     scales: Any
@@ -90,10 +90,10 @@ class Parts(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The values of all codes of an element of at most 8 bits, and of a scale that is stored as a code.
+    """Arrays that loops index by codes: the values of an element of at most 8 bits, and those of a scale that is a code.
 
-    `thresholds` of an element that is a table: the smallest float32 that gets each code from 1 on; for stochastic rounding, that may.
-    `signs` are 1, or 2^32 - 1 for -1: toward_zero rounds up again above 0 in a table without 0.
+    For an element that is a table of values, a value's code is the sum of `signs` over the `thresholds` that the value reaches. A sign is
+    1, or 2^32 - 1 for -1, which toward_zero needs in a table without 0.
     """
 
     values: Any
@@ -111,12 +111,12 @@ INTEGERS = (
     "is_nonfinite",  # whether values past the largest have no code
     *("has_minus_zero", "is_float"),
     *("rounding", "rule", "block"),
-    "scale",  # what is stored
-    *("scale_mantissa_bits", "scale_offset", "scale_hole", "scale_most", "scale_nan"),  # of a scale that is stored as a code
+    "scale",  # what scales are stored as
+    *("scale_mantissa_bits", "scale_offset", "scale_hole", "scale_most", "scale_nan"),  # how a scale becomes a code
     *("has_tensor_scale", "minimum"),
     "max_exponent",
 )
-FLOATS = ("max_value", "min_value", "lowest", "highest")  # the last two: what rounds to a value of a table
+FLOATS = ("max_value", "min_value", "lowest", "highest")  # the last two: the ends of the range that rounds to values of a table
 DOUBLES = ("scale_smallest", "scale_steps")  # the smallest normal scale, and steps per unit below it
 FIELDS = {np.int64: INTEGERS, np.float32: FLOATS, np.float64: DOUBLES}
 NUMBERS = np.dtype([(name, dtype) for dtype, names in FIELDS.items() for name in names])  # an encoding
@@ -151,7 +151,7 @@ def from_wide_bits(word):
 
 @inner
 def load(x, dtype, start, y):
-    """Write len(y) values of `x`, the memory of a tensor, from index `start` on into `y`, as float32."""
+    """Write len(y) values into `y` as float32, from the bytes `x` of a tensor of this `dtype`, beginning at value `start`."""
     count = len(y)
     if dtype == FLOAT32:
         floats = x.view(np.float32)[start : start + count]
@@ -175,7 +175,7 @@ def load(x, dtype, start, y):
 
 @inner
 def store(y, out, dtype, start):
-    """Write `y` to the memory `out` of a tensor from index `start` on, rounded to `dtype`; finite values stay finite in float16."""
+    """Write `y`, rounded to `dtype`, into the bytes `out` of a tensor, beginning at value `start`; finite values stay finite."""
     count = len(y)
     if dtype == FLOAT32:
         floats = out.view(np.float32)[start : start + count]
@@ -203,7 +203,7 @@ def store(y, out, dtype, start):
 
 @inner
 def fill_bits(bits, call, place):
-    """Write the random bits of len(bits) values, from the tensor's value `place` on, into `bits`."""
+    """Fill `bits` with the random bits of as many adjacent values of a tensor, the first of which has the index `place`."""
     done, count = 0, len(bits)
     while done < count:
         index = np.uint64(call.first_index + place + done)
@@ -224,7 +224,10 @@ def fill_bits(bits, call, place):
 
 @inner
 def integer_codes(y, bits, codes, lost, n):
-    """Write the codes of `y` in an integer element into `codes`, mark values without a code in `lost`, and return how many these are."""
+    """Write the codes to which `y` rounds in an integer element, and return how many values have no code.
+
+    `n` has the numbers of the encoding, `bits` the random bits; `lost` gets 1 for each value without a code.
+    """
     mask, nonfinite = S((1 << n.width) - 1), np.uint8(n.is_nonfinite)
     low, high = n.min_value, n.max_value
     below, above = F(low - F(1)), F(high + F(1))
@@ -265,7 +268,10 @@ def num_lost(lost):
 
 @inner
 def grid_codes(y, bits, codes, lost, n):
-    """Write the codes of `y` in a float element into `codes`, mark values without a code in `lost`, and return how many these are."""
+    """Write the codes to which `y` rounds in a float element, and return how many values have no code.
+
+    `n` has the numbers of the encoding, `bits` the random bits; `lost` gets 1 for each value without a code.
+    """
     m, dropped = n.mantissa_bits, 52 - n.mantissa_bits
     offset, below_half = (n.min_exponent + 1022) << m, (1 << (dropped - 1)) - 1
     smallest, kept, shift = 2.0**n.min_exponent, 30 - n.sub_bits, 2 + n.sub_bits
@@ -303,7 +309,7 @@ def grid_codes(y, bits, codes, lost, n):
 
 @inner
 def magnitude(v):
-    """Return |v| as a float64, at most float32's largest; 0 for NaN."""
+    """Return |v| as a float64, but at most the largest float32, and 0 for NaN."""
     a = abs(v)
     a = a if a < LARGEST else LARGEST
     return np.float64(a if v == v else ZERO)
@@ -311,9 +317,9 @@ def magnitude(v):
 
 @inner
 def table_codes(y, bits, codes, lost, n, tables):
-    """Write the codes of `y` in a table of values into `codes`, mark values without a code in `lost`, and return how many these are.
+    """Write the codes to which `y` rounds in a table of values, and return how many values have no code.
 
-    The code is the number of thresholds that a value reaches, counted without branches.
+    A code is the number of thresholds that the value reaches, counted without branches. `lost` gets 1 for each value without a code.
     """
     last, lowest, highest, special, nan_code = n.max_code, n.lowest, n.highest, n.special, n.nan_code
     past_is_lost, nan_is_lost = np.uint8(n.is_nonfinite), np.uint8(n.nan_code < 0)
@@ -338,7 +344,7 @@ def table_codes(y, bits, codes, lost, n, tables):
 
 @inner
 def codes_of(y, bits, codes, lost, n, tables):
-    """Write the codes of `y`, in an element of any kind, mark values without a code in `lost`, and return how many these are."""
+    """Write the codes to which `y` rounds in any element, mark values without a code in `lost`, and return their number."""
     if n.kind == INTEGER:
         return integer_codes(y, bits, codes, lost, n)
     if n.kind == GRID:
@@ -348,7 +354,7 @@ def codes_of(y, bits, codes, lost, n, tables):
 
 @inner
 def values_of(codes, y, n, values):
-    """Write the values that codes stand for into `y`."""
+    """Write into `y` the float32 that each code stands for; `values` has them by code for elements of at most 8 bits."""
     if n.width <= 8:
         for i in range(len(y)):
             y[i] = values[codes[i] & U(255)]
@@ -378,7 +384,7 @@ def values_of(codes, y, n, values):
 
 @inner
 def pack(codes, width, out):
-    """Write codes in bytes, the first in the lowest bits; `out` begins at a byte."""
+    """Write codes of `width` bits next to each other into the bytes `out`, each byte filled from its lowest bit on."""
     count = len(codes)
     if width == 8:
         for i in range(count):
@@ -452,13 +458,16 @@ def unpack(packed, width, codes):
 
 @inner
 def place_of(b, block, begin, count):
-    """Return the range of indices, within a tile that starts at `begin` of its row, of the values of block `b`."""
+    """Return where block `b` of a row begins and ends (exclusive) in a tile of `count` values from column `begin` on."""
     return np.uint64(max(b * block - begin, 0)), np.uint64(min((b + 1) * block - begin, count))
 
 
 @inner
 def largest_of_blocks(y, begin, block, first_block, top):
-    """Raise `top` to the largest magnitude in each block of the tile `y`, as bits of a float32, so that NaN is above infinity."""
+    """Raise each number in `top` to the largest magnitude of a block in the tile `y`, if that is larger.
+
+    Numbers are float32 bits, so that NaN is above infinity. `y` begins at column `begin`, `top` at the row's block `first_block`.
+    """
     bits, end = y.view(np.int32), begin + len(y)
     for b in range(begin // block, (end - 1) // block + 1):
         start, stop = place_of(b, block, begin, len(y))
@@ -471,9 +480,9 @@ def largest_of_blocks(y, begin, block, first_block, top):
 
 @inner
 def ends_of_blocks(y, begin, block, first_block, low, high):
-    """Lower `low` and raise `high` to the smallest and largest value in each block of the tile `y`.
+    """Lower `low` and raise `high` to the smallest and largest value in each block of the tile `y`, which begins at `begin`.
 
-    Both hold integers that are ordered as the floats they stand for.
+    Both hold integers that are ordered as the floats they stand for, from the row's block `first_block` on.
     """
     bits, end = y.view(np.int32), begin + len(y)
     for b in range(begin // block, (end - 1) // block + 1):
@@ -501,7 +510,7 @@ def rounded_down(x):
 
 @inner
 def scale_for(largest, tensor_scale, n):
-    """Return the scale of a block whose largest magnitude is `largest`, before it is rounded."""
+    """Return the scale of a block whose largest magnitude is `largest`, before rounding; NaN if that is not finite."""
     if not largest < INF:
         return NAN
     if n.rule == OCP:
@@ -515,7 +524,7 @@ def scale_for(largest, tensor_scale, n):
 
 @inner
 def scale_code(scale, n):
-    """Return the code of the smallest value of an 8-bit float or e8m0 that is at least `scale`, which is no NaN."""
+    """Return the code of the smallest 8-bit float or e8m0 that is at least `scale`, which must not be NaN."""
     a, dropped = np.float64(scale), 52 - n.scale_mantissa_bits
     normal = ((wide_bits_of(a) + (1 << dropped) - 1) >> dropped) - n.scale_offset
     subnormal = np.int64(np.ceil(min(a, n.scale_smallest) * n.scale_steps)) << n.scale_hole
@@ -524,7 +533,10 @@ def scale_code(scale, n):
 
 @inner
 def choose_scales(top, low, high, tensor_scale, n, scale_values, codes, scales, minimums):
-    """Write each block's scale and minimum, rounded to their stored forms, from its largest magnitude and its two extreme values."""
+    """Write each block's scale and minimum, rounded as they are stored, and the codes of scales that are codes.
+
+    `top` has each block's largest magnitude as float32 bits; `low` and `high` its extreme values, used only for minimums.
+    """
     for b in range(len(top)):
         largest = from_bits(top[b])
         if n.minimum:
@@ -544,13 +556,13 @@ def choose_scales(top, low, high, tensor_scale, n, scale_values, codes, scales, 
 
 @inner
 def read_floats(memory, kind, start, y):
-    """Read len(y) scales or minimums, stored as float32 or bfloat16, from index `start` on into `y`."""
+    """Read len(y) scales or minimums into `y`; `kind` tells whether `memory` has them as float32 or as bfloat16."""
     load(memory, FLOAT32 if kind == FP32 else BFLOAT16, start, y)
 
 
 @inner
 def read_scales(parts, start, tensor_scale, n, scale_values, codes, scales, minimums):
-    """Read the stored scales and minimums of len(scales) blocks, from block `start` on, into `codes`, `scales` and `minimums`."""
+    """Read the scales (with their codes, if stored as such) and minimums of len(scales) blocks, from block `start` on."""
     if n.scale == CODE:
         for b in range(len(scales)):
             codes[b] = parts.scales[start + b]
@@ -564,7 +576,7 @@ def read_scales(parts, start, tensor_scale, n, scale_values, codes, scales, mini
 
 @inner
 def write_scales(parts, start, n, codes, scales, minimums):
-    """Store the scales (or their codes) and minimums of blocks, from block `start` on, into `parts`."""
+    """Store the scales, or their codes, and the minimums of len(scales) blocks in `parts`, from block `start` on."""
     if n.scale == CODE:
         for b in range(len(scales)):
             parts.scales[start + b] = codes[b]
@@ -576,13 +588,16 @@ def write_scales(parts, start, n, codes, scales, minimums):
 
 @inner
 def mark_broken(b, n, broken, codes, scales, minimums):
-    """Mark block b, which cannot be encoded, in `broken`, and set its scale to NaN and its minimum to 0."""
+    """Mark block `b`, a value of which has no code, in `broken`; set its scale to NaN and its minimum to 0."""
     broken[b], codes[b], scales[b], minimums[b] = 1, np.uint8(n.scale_nan), NAN, ZERO
 
 
 @inner
 def find_broken(top, n, broken, codes, scales, minimums):
-    """Mark blocks with a value or scale that is not finite in `broken`, with scale NaN, and return whether there are any."""
+    """Mark blocks with a value or scale that is not finite in `broken`, set their scale to NaN; return whether there are any.
+
+    `top` has each block's largest magnitude as float32 bits.
+    """
     found = False
     for b in range(len(top)):
         broken[b] = 0
@@ -594,7 +609,10 @@ def find_broken(top, n, broken, codes, scales, minimums):
 
 @inner
 def divide_by_scales(y, begin, first_block, n, scales, minimums):
-    """Replace each value x by (x - minimum) / scale of its block; by 0 if the scale is NaN."""
+    """Replace each value x in `y` by (x - minimum) / scale of its block, and by 0 in blocks whose scale is NaN.
+
+    `y` begins at column `begin` of its row, `scales` and `minimums` at the row's block `first_block`.
+    """
     block, rule, end = n.block, n.rule, begin + len(y)
     high = n.max_value if rule == COVER else INF
     low = F(-high) if n.min_value < ZERO else F(-INF)
@@ -619,7 +637,7 @@ def divide_by_scales(y, begin, first_block, n, scales, minimums):
 
 @inner
 def multiply_by_scales(y, begin, first_block, n, scales, minimums):
-    """Replace each decoded value y by y * scale + minimum of its block."""
+    """Replace each decoded code y by y * scale + minimum of its block; `y` begins at column `begin` of its row."""
     block, end, has_minimum = n.block, begin + len(y), n.minimum > 0
     for b in range(begin // block, (end - 1) // block + 1):
         start, stop = place_of(b, block, begin, len(y))
@@ -634,7 +652,10 @@ def multiply_by_scales(y, begin, first_block, n, scales, minimums):
 
 @inner
 def mark_lost(codes, lost, begin, first_block, n, broken, scale_codes, scales, minimums):
-    """Mark blocks with values without a code as broken and set their codes to 0; return whether any are newly broken."""
+    """Mark in `broken` the blocks with a value marked in `lost`, set their scale to NaN; return whether any is newly marked.
+
+    The codes of blocks that were marked before become 0.
+    """
     end, is_new = begin + len(codes), False
     for b in range(begin // n.block, (end - 1) // n.block + 1):
         start, stop = place_of(b, n.block, begin, len(codes))
@@ -653,7 +674,7 @@ def mark_lost(codes, lost, begin, first_block, n, broken, scale_codes, scales, m
 
 @inner
 def group_len(block, cols):
-    """Return how many values of a row are encoded at once: whole blocks that fill whole bytes, at most a tile if possible."""
+    """Return how many values of a row of `cols` values are encoded at once: whole blocks and bytes, at most TILE if possible."""
     unit = max(block, 1)
     while unit % 8:
         unit *= 2
@@ -662,7 +683,10 @@ def group_len(block, cols):
 
 @inner
 def find_ends(y, begin, first_block, n, top, low, high):
-    """Write the largest magnitude in each block of `y`, and for a format with a minimum its two extreme values, as integers."""
+    """Write each block's largest magnitude into `top`, and for minimums its extreme values into `low` and `high`.
+
+    All are integers that are ordered as the floats they stand for.
+    """
     top[:], low[:], high[:] = S(0), S(0x7FFFFFFF), S(-0x80000000)
     largest_of_blocks(y, begin, n.block, first_block, top)
     if n.minimum:
@@ -671,7 +695,10 @@ def find_ends(y, begin, first_block, n, top, low, high):
 
 @inner
 def codes_in_blocks(y, scaled, bits, codes, lost, begin, first_block, n, tables, top, broken, scale_codes, scales, minimums):
-    """Write the codes of `y`, whole blocks of a row, by their scales; blocks that cannot be encoded get scale NaN and codes 0."""
+    """Write the codes of `y`, whole blocks of a row; blocks that cannot be encoded get the scale NaN and codes 0.
+
+    `scaled`, `lost` and `broken` are buffers; `scales` and `minimums` have been chosen, and `top` holds each block's largest magnitude.
+    """
     has_broken, again = find_broken(top, n, broken, scale_codes, scales, minimums), True
     while again:
         again = False
@@ -685,7 +712,7 @@ def codes_in_blocks(y, scaled, bits, codes, lost, begin, first_block, n, tables,
 
 @inner
 def values_without_code(y, lost, v):
-    """Write into `v` NaN or infinity for each value of `y` that has no code, as marked in `lost`."""
+    """Write NaN or infinity into `v` where a value of `y` has no code, which `lost` marks."""
     for i in range(len(y)):
         if lost[i]:
             v[i] = NAN if y[i] != y[i] else np.copysign(INF, y[i])
@@ -693,9 +720,9 @@ def values_without_code(y, lost, v):
 
 @entry
 def encode(x, call, parts, out, n, tables, words):
-    """Encode the tensor memory `x` into `parts`, or, if `out` is not empty, write the decoded values into `out`.
+    """Encode the tensor memory `x` into `parts`; if `out` is not empty, only write the rounded values into `out`.
 
-    In the second case no codes and scales are written; scales are read from `parts` if they are given. `words`: random bits, or empty.
+    Under rule GIVEN, scales are read from `parts`. `n` describes the encoding; `words` are random bits, or empty to draw them.
     """
     cols, group = call.cols, group_len(n.block, call.cols)
     num_blocks, most = ((cols - 1) // n.block + 1, group // n.block + 1) if n.block else (0, 0)
@@ -744,7 +771,7 @@ def encode(x, call, parts, out, n, tables, words):
 
 @entry
 def decode(parts, call, out, n, tables):
-    """Decode `parts` into `out`, the memory of a tensor of the shape and dtype in `call`."""
+    """Decode `parts` into `out`, the memory of a tensor of the shape and dtype in `call`; `n` describes the encoding."""
     cols, block = call.cols, n.block
     num_blocks, most = ((cols - 1) // block + 1, (TILE - 1) // block + 2) if block else (0, 0)
     y, codes = np.empty(TILE, np.float32), np.empty(TILE, np.uint32)
@@ -768,7 +795,7 @@ def decode(parts, call, out, n, tables):
 
 @entry
 def random_bits(call, out):
-    """Write the random bits of len(out) values, from the first index in `call` on, into `out`."""
+    """Fill `out` with the random bits of as many values, whose first index, and the keys, are in `call`."""
     fill_bits(out, call, 0)
 
 
@@ -777,9 +804,9 @@ def random_bits(call, out):
 
 @entry
 def pack_mask(x, dtype, low, high, out):
-    """Write one bit per value of `x`, the first lowest, which is 1 for values between `low` and `high`.
+    """Write one bit per value of `x`, which is 1 for values between `low` and `high`, into the bytes `out`, lowest bit first.
 
-    It is not (x <= low or x >= high), so 1 for NaN; of booleans, it is x.
+    The bit is not (x <= low or x >= high), and so 1 for NaN; of a boolean x it is x.
     """
     count = len(x) // (1 if dtype == BOOL else 4 if dtype == FLOAT32 else 2)
     y, flags = np.empty(TILE, np.float32), np.zeros(TILE, np.uint8)
@@ -805,7 +832,7 @@ def pack_mask(x, dtype, low, high, out):
 
 @entry
 def select(bits, inside, outside, out):
-    """Write `inside` into `out` where the bit is 1 and `outside` where it is 0; all three are arrays of words as wide as the values."""
+    """Write `inside` into `out` where the mask's bit is 1, else `outside`, one value; `inside` is one value, or one per bit."""
     flags, step = np.empty(TILE, np.uint8), 0 if len(inside) == 1 else 1
     for begin in range(0, len(out), TILE):
         target = out[begin : begin + TILE]

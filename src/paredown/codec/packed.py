@@ -76,12 +76,12 @@ class PackedTensor:
 
     @property
     def tensor_scale(self) -> Tensor | None:
-        """The float32 scale of all block scales, if those are 8-bit floats; else None."""
+        """The float32 number that multiplies all block scales, if those are 8-bit floats; else None."""
         return self.parts.tensor_scale
 
     @property
     def device(self) -> torch.device:
-        """The device of the codes."""
+        """The device on which the codes are."""
         return self.codes.device
 
     @property
@@ -90,7 +90,7 @@ class PackedTensor:
         return sum(t.nbytes for t in self.parts.tensors())
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the decoded values, in the memory order of the encoded tensor and its dtype (or in `dtype`)."""
+        """Return the decoded values in `dtype`, or the encoded tensor's dtype for None, and in its memory order."""
         if dtype is not None and dtype not in DTYPES:
             raise CodecError(f"decode returns float32, bfloat16 or float16, not {dtype}: decode to float32 and convert the result.")
         out = torch.empty([self.shape[d] for d in self.order], dtype=dtype or self.dtype, device=self.device)
@@ -106,11 +106,11 @@ class PackedTensor:
         return self.mapped(lambda part: part.to(device))
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> PackedTensor:
-        """Return a packed tensor of the same format with `function` applied to codes, scales and minimums."""
+        """Return a packed tensor of the same format and shape whose codes, scales and minimums are `function` of this one's."""
         return replace(self, parts=self.parts.mapped(function))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dict of codes, scales and minimums as plain tensors, and of the rest as JSON text under "header".
+        """Return a dict of codes, scales and minimums as ordinary tensors, and of the rest as JSON text under "header".
 
         It can be saved by torch.save, or by safetensors, with the header in the metadata.
         """
@@ -154,7 +154,8 @@ def encode(
 
     `overflow` defaults to NONFINITE without a block or for uintN without a minimum, and to SATURATE otherwise. `seed` is used by stochastic
     rounding only; pass a different one for each tensor and step: Seed(value, tensor=, step=). `scales`: "cover" (no value overflows),
-    "ocp" (OCP's rule for e8m0), or a packed tensor, or its `.scales`, whose scales are reused. `order`: "memory" or "logical".
+    "ocp" (the rule of the OCP standard, for e8m0 scales), or a packed tensor, or its `.scales`, whose scales are reused. `order`: "memory"
+    packs dense tensors in the order of their strides, "logical" packs all in the order of their dimensions.
     """
     _check_tensor(x, "encode")
     if x.requires_grad and torch.is_grad_enabled():
@@ -172,9 +173,9 @@ def encode(
 
 
 def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflow | None, seed: Seed) -> PackedTensor:
-    """Return a flat, contiguous tensor packed in `format`, as `encode` does, without checking arguments.
+    """Return `x`, which must be flat and contiguous, packed in `format`, as `encode` does, without checking arguments.
 
-    It is called for many tensors in a step.
+    It saves time, since it is called for many tensors in each step.
     """
     if format.block is None or format.has_tensor_scale:
         return encode(x, format, rounding=rounding, overflow=overflow, seed=seed)
@@ -184,13 +185,13 @@ def encode_flat(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
 
 
 class FlatCodec(ABC):
-    """An encoder and decoder for flat tensors of one size, dtype and device, which computes once what depends on these alone.
+    """An encoder and decoder for all flat tensors of one size, dtype and device, which are prepared once.
 
-    What `encode` returns is stored, and only the same codec reads it.
+    Only the same codec can decode what its `encode` returned.
     """
 
     __slots__ = ("dtype", "format", "nbytes", "numel")
-    takes_address = False  # whether values are read from the address of the argument on, whatever its shape; otherwise it is flat
+    takes_address = False  # whether `encode` reads values from the address of `x` on, whatever its shape; otherwise `x` is flat
 
     def __init__(self, numel: int, dtype: torch.dtype, format: Format) -> None:
         self.numel, self.dtype, self.format = numel, dtype, format
@@ -198,32 +199,31 @@ class FlatCodec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, step: Any, bits: Tensor | None = None) -> Any:
-        """Return `x` encoded, in a form that only the same codec decodes.
+        """Return `x` encoded, in a form that only this codec decodes.
 
-        `step` of the training, for random bits: a number, or one int32 on the device of `x`.
-
-        `bits`: if the codec has `takes_address`, a tensor to fill with the mask of values above 0 in the same pass over `x`.
+        `step`: the training step, which selects random bits: a number, or one int32 on the device of `x`.
+        `bits`: a tensor to fill with a mask, one bit per value of `x`, 1 for values above 0; only codecs with `takes_address` do that.
         """
 
     @abstractmethod
     def decode(self, stored: Any, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        """Return the decoded values of what `encode` returned, as a new dense tensor with these sizes and strides."""
+        """Return the decoded values of `stored`, which `encode` returned, in a new tensor of this size and stride."""
 
     @abstractmethod
     def packed(self, stored: Any) -> PackedTensor:
-        """Return what `encode` returned as a flat packed tensor."""
+        """Return `stored`, which `encode` returned, as a flat packed tensor."""
 
     def recompute(self, stored: Any, steps: Any, dtype: torch.dtype, layout: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
-        """Return the results of applying `steps`, a norm and an activation function (`DecodeSteps`), to the decoded values.
+        """Return the output of `steps` (`DecodeSteps`: a norm and an activation function) on the values decoded from `stored`.
 
-        They are in a new dense tensor of `layout` (sizes, strides). Only codecs with `takes_address` have this method.
+        It is a new dense tensor of `layout` (sizes, strides). Only codecs with `takes_address` have this method.
         """
         raise NotImplementedError
 
 
 @final
 class PlainCodec(FlatCodec):
-    """A codec that stores a `PackedTensor`, for any device and format."""
+    """The `FlatCodec` for devices and formats that have no kernels for it: what its `encode` returns is a `PackedTensor`."""
 
     __slots__ = ("_how", "_seed")
 
@@ -232,7 +232,7 @@ class PlainCodec(FlatCodec):
         self._how, self._seed = how, seed
 
     def encode(self, x: Tensor, step: Any, bits: Tensor | None = None) -> PackedTensor:
-        """Return `x`, which is flat and contiguous, encoded. `step` of the training selects the random bits; `bits` is not used."""
+        """Return `x`, which must be flat and contiguous, encoded with the random bits of training step `step`."""
         return encode_flat(x, self.format, *self._how, Seed(self._seed.value, self._seed.tensor, step))
 
     def decode(self, stored: PackedTensor, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
@@ -247,7 +247,7 @@ class PlainCodec(FlatCodec):
 def flat_codec(like: Tensor, numel: int, format: Format, how: tuple[Rounding, Overflow | None], seed: Seed) -> FlatCodec:
     """Return the codec for flat tensors of `numel` values with the dtype and device of `like`.
 
-    `how`: rounding and overflow; an overflow of None is the default of the format.
+    `how`: rounding and overflow; an overflow of None is the format's default.
     """
     kernels = backend.find_kernels() if like.is_cuda else None
     if kernels is None or format.block is None or not kernels.covers_recompute(format):
@@ -257,9 +257,9 @@ def flat_codec(like: Tensor, numel: int, format: Format, how: tuple[Rounding, Ov
 
 
 def decoder(packed: PackedTensor) -> Callable[[Tensor], Tensor]:
-    """Return a function that writes the decoded values of `packed` into its argument, a contiguous tensor of the same shape.
+    """Return a function that writes the values of `packed` into its argument, a contiguous tensor of the same shape.
 
-    What depends on size and format is looked up once. If codes later change in place, the next call reads the new ones.
+    What depends on size and format is computed here, once. If codes later change in place, the function reads the new ones.
     """
     if packed.order not in (FLAT, tuple(range(len(packed.shape)))):
         raise CodecError(
@@ -280,7 +280,7 @@ def round_trip(
     scales: PackedTensor | Tensor | str = COVER,
     order: str = "memory",
 ) -> Tensor:
-    """Return `x` rounded to values of `format`, decode(encode(x)), in the same shape and dtype. The gradient is that of the identity."""
+    """Return decode(encode(x)), `x` rounded to values of `format`, in its dtype; the gradient passes unchanged."""
     _check_tensor(x, "round_trip")
     encoding = _encoding(format, rounding, overflow, seed, scales)
     dims = _dims(x, encoding, scales, order)
@@ -308,7 +308,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def memory_order(x: Tensor, format: Format, order: str = "memory") -> tuple[int, ...]:
-    """Return the dimensions of `x` in the order in which it is packed, the outermost first.
+    """Return the dimensions of `x` in the order in which `encode` packs them, the outermost first.
 
     It is the order of the strides if `x` is dense and takes the same bytes of the format in that order, and 0, 1, 2, ... otherwise.
     """
@@ -323,7 +323,7 @@ def memory_order(x: Tensor, format: Format, order: str = "memory") -> tuple[int,
 
 
 def _dims(x: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str, order: str) -> tuple[int, ...]:
-    """Return the order of dimensions in which to pack `x`: that of `scales` if `scales` is a packed tensor, else as `order` says."""
+    """Return the order of dimensions in which to pack `x`: that of the packed tensor `scales`, or else by `order`."""
     if not isinstance(scales, PackedTensor):
         return memory_order(x, encoding.format, order)
     if scales.format != encoding.format or scales.shape != x.shape or scales.device != x.device:
@@ -334,7 +334,7 @@ def _dims(x: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str, or
 
 
 def _as_rows(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Return `x` as contiguous (rows, cols), with dimensions in this order: a view if memory has that order, else a copy."""
+    """Return `x` as a contiguous (rows, cols) tensor after permuting its dimensions to `dims`: a view if possible."""
     x = x.detach()
     if not x.is_contiguous() or dims != tuple(range(x.ndim)):
         x = x.permute(dims).contiguous()
@@ -342,7 +342,7 @@ def _as_rows(x: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _from_header(text: Any, parts: PackedParts) -> PackedTensor:
-    """Return a packed tensor from its header (JSON text) and its parts, which are not checked yet."""
+    """Return the packed tensor that `text` (JSON, from `state_dict`) describes, made of `parts`, which are not checked yet."""
     try:
         header = json.loads(text)
         dtypes = {str(d).removeprefix("torch."): d for d in DTYPES}
@@ -358,7 +358,7 @@ def _from_header(text: Any, parts: PackedParts) -> PackedTensor:
 
 
 def _check_parts(packed: PackedTensor) -> None:
-    """Raise CodecError if codes, scales or minimums have shapes, dtypes or devices that do not fit the tensor's format and shape."""
+    """Raise CodecError if codes, scales or minimums do not have the shapes, dtypes or device that format and shape imply."""
     format, device = packed.format, torch.device("meta")
     rows, cols = format.rows_and_cols([packed.shape[d] for d in packed.order])
     tensor_scale = torch.empty((), device=device) if format.has_tensor_scale else None
@@ -409,7 +409,7 @@ def _checked_encoding(text: str, rounding: Rounding, overflow: Overflow, rule: s
 
 
 def default_overflow(format: Format) -> Overflow:
-    """Return the overflow that a format has by default: SATURATE with blocks, whose scales cover all values, else NONFINITE.
+    """Return a format's default overflow: SATURATE with blocks, whose scales cover all values, else NONFINITE.
 
     uintN without a minimum, which may receive negative values, has NONFINITE too.
     """
@@ -417,9 +417,9 @@ def default_overflow(format: Format) -> Overflow:
 
 
 def _given_parts(x: Tensor, rows: Tensor, encoding: Encoding, scales: PackedTensor | Tensor | str) -> PackedParts | None:
-    """Return the scales that the caller of `encode` passed, checked; else the computed tensor scale, if the format has one; else None.
+    """Return the scales that the caller passed to `encode`, after checking them; None if `encode` must choose them.
 
-    `rows`: `x` as (rows, cols).
+    For a format with one more scale for the whole tensor, that one is computed and returned. `rows`: `x` as (rows, cols).
     """
     format = encoding.format
     if isinstance(scales, str):
@@ -453,7 +453,7 @@ def _check_tensor(x: Tensor, verb: str) -> None:
 
 
 def _check_representable(rows: Tensor, encoding: Encoding) -> None:
-    """Raise CodecError if a value has no code in the format, such as NaN where the element has none."""
+    """Raise CodecError if a value in `rows` has no code in the format, such as NaN in an element without NaN."""
     element = encoding.format.element
     if encoding.format.block or element.nan_code is not None or rows.numel() == 0:
         return

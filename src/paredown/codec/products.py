@@ -44,8 +44,8 @@ from paredown.codec import backend
 ELEMENTS = {"e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
 LARGEST = {"e4m3fn": 448.0, "int8": 127.0}
 CAPABILITIES = {"e4m3fn": (8, 9), "int8": (7, 5)}  # of the first CUDA devices with such products
-MULTIPLE = 16  # sizes of both dimensions of a weight, and of a contraction
-MAX_TERMS = 2**17  # of a sum in int32: 127^2 of each
+MULTIPLE = 16  # both sizes of a weight, and the length of a contraction, are multiples of this
+MAX_TERMS = 2**17  # products that can be added in int32: each is at most 127^2
 MIN_INT8_ROWS = 32  # torch._int_mm takes more than 16
 scaled_mm: Callable[..., Tensor] = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
 int_mm: Callable[..., Tensor] = torch._int_mm  # pyright: ignore[reportPrivateImportUsage]
@@ -59,7 +59,7 @@ NO_INSTRUCTIONS = (
     "{device} has no matrix products in {element}: they need CUDA compute capability {needed}{have}. A plan with products in {other}, in "
     "auto, or without products may do; on a CPU they are computed in float32."
 )
-NODE = "RowProduct"  # in the table of operations
+NODE = "RowProduct"  # name in autograd's table of operations
 # names of the operations
 QUANTIZE, PRODUCT, COLUMNS, TRANSPOSED = "quantize_rows", "row_product", "quantize_columns", "transposed_codes"
 
@@ -74,7 +74,7 @@ _LIBRARY.define(f"{TRANSPOSED}(Tensor codes) -> Tensor")
 
 
 def quantize_rows(x: Tensor, element: str) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of a matrix: codes of its shape in `element`, and one float32 for each row, (rows, 1)."""
+    """Return (codes, scales) of a matrix: codes of its shape in `element` ("int8", "e4m3fn"), float32 scales (rows, 1)."""
     values, largest = x.float(), LARGEST[element]
     scales = values.abs().amax(-1, keepdim=True).clamp(min=MIN_MAGNITUDE) / largest
     scaled = (values / scales).clamp(-largest, largest)  # in backward of a compiled graph `x` may be a decoded tensor
@@ -84,9 +84,9 @@ def quantize_rows(x: Tensor, element: str) -> tuple[Tensor, Tensor]:
 def row_product(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return (a b^T) * scales_a * scales_b^T of codes a (rows, n) and b (columns, n), as (rows, columns) of `dtype`.
 
-    `scales_b` None stands for ones.
+    `scales_b`: None if there are none to multiply by.
     """
-    # a graph has it once for each size
+    # made here, so that a graph has one tensor of ones for each size
     scales_b = b.new_ones((b.shape[0], 1), dtype=torch.float32) if scales_b is None else scales_b
     if a.device.type != "cuda":
         return ((a.float() @ b.float().t()) * scales_a * scales_b.t()).to(dtype)
@@ -102,12 +102,15 @@ def row_product(a: Tensor, b: Tensor, scales_a: Tensor, scales_b: Tensor | None,
 
 
 def quantize_columns(g: Tensor, factors: Tensor, element: str) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of the columns of g * factors, each column as a row; `factors` has one number for each row of g."""
+    """Return (codes, scales) of the columns of g * factors, transposed; `factors` has one number for each row of g.
+
+    Codes of `element` are (columns, rows up to a multiple of 16), scales float32 (columns, 1).
+    """
     return quantize_rows(transposed_codes(g.float() * factors), element)
 
 
 def transposed_codes(codes: Tensor) -> Tensor:
-    """Return the transpose of a matrix of codes, contiguous, with zeros up to a multiple of 16 columns."""
+    """Return the transpose of a matrix of codes, contiguous, whose rows are padded with zeros to a multiple of 16 columns."""
     missing, transposed = -codes.shape[0] % MULTIPLE, codes.t()
     if missing:
         values = transposed.view(torch.int8) if codes.element_size() == 1 else transposed  # torch pads no 8-bit floats
@@ -116,7 +119,7 @@ def transposed_codes(codes: Tensor) -> Tensor:
 
 
 def _on_cuda(kernel: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs the Triton kernel named `kernel`, or `reference` if Triton is missing."""
+    """Return a function for CUDA tensors that runs the Triton kernel named `kernel`, or `reference` if Triton is missing."""
 
     def run(*args: Any) -> Any:
         kernels = backend.find_kernels()
@@ -126,9 +129,9 @@ def _on_cuda(kernel: str, reference: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_graph(x: Tensor, *args: Any) -> Any:
-    """Return `quantize_columns(x, *args)` computed by torch operations, for graphs on a CPU; NotImplemented on CUDA, where kernels run.
+    """Return `quantize_columns(x, *args)` as traced torch operations on a CPU; return NotImplemented where a kernel does it.
 
-    Inductor would fuse it into reductions that read along rows, whose transposed writes took 10.6 of the 83 ms of a step (one H200).
+    Inductor would fuse these operations into reductions along rows, whose transposed writes took 10.6 of 83 ms of a step (one H200).
     """
     has_kernels = x.device.type == "cuda" and backend.find_kernels() is not None
     return NotImplemented if has_kernels else quantize_columns(x, *args)
@@ -171,9 +174,9 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 
 
 class SharedCodes:
-    """The codes of the input that was quantized last, kept as long as that tensor lives.
+    """A cache of the codes of the last tensor that was quantized, so that layers with the same input save its codes once.
 
-    Layers that read the same tensor save its codes once.
+    The codes are kept as long as that tensor lives.
     """
 
     def __init__(self) -> None:
@@ -182,7 +185,7 @@ class SharedCodes:
         self._codes: tuple[Tensor, Tensor] | None = None
 
     def codes(self, x: Tensor, matrix: Tensor, element: str) -> tuple[Tensor, Tensor]:
-        """Return codes and scales of `matrix`, a 2-D view of `x`; those of the previous call if it was for the same `x`."""
+        """Return (codes, scales) of `matrix`, a 2-D view of `x`: the cached ones if `x` is unchanged since the last call."""
         key = x._version, element
         if self._codes is None or self._of is None or self._of() is not x or self._key != key:
             with torch.no_grad():
@@ -197,11 +200,11 @@ class SharedCodes:
 
 
 class RowProduct(torch.autograd.Function):
-    """The autograd function for x W^T with both matrices quantized to codes; backward saves the codes of x, and W."""
+    """The autograd function for x W^T, with x and W quantized to 8-bit codes; it saves W and the codes of x for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, element: str, dtype: torch.dtype, given: Any) -> Tensor:
-        """Return x W^T of the quantized x and weight, in `dtype`. `given`: codes and scales of x, or None to quantize x here."""
+        """Return x W^T, with both quantized to codes of `element`, in `dtype`; `given`: (codes, scales) of x, or None."""
         with torch.autocast(x.device.type, enabled=False):
             codes, scales = given or torch.ops.paredown.quantize_rows(x, element)
             weight_codes, weight_scales = torch.ops.paredown.quantize_rows(weight, element)
@@ -230,9 +233,9 @@ class RowProduct(torch.autograd.Function):
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, element: str, shared: SharedCodes | None = None) -> Tensor:
-    """Return F.linear(x, weight, bias) computed by products of 8-bit codes, in the dtype that F.linear has.
+    """Return F.linear(x, weight, bias) computed by products of 8-bit codes, in the dtype that F.linear returns.
 
-    Both sizes of `weight` must be multiples of MULTIPLE. `shared`: where layers that read the same `x` find its codes; None: no sharing.
+    `element`: "int8" or "e4m3fn". Both sizes of `weight` must be multiples of MULTIPLE. `shared`: a cache for layers with the same input.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.promote_types(x.dtype, weight.dtype)
@@ -245,7 +248,7 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, element: str, sha
 
 @cache
 def reason_without(element: str, device: torch.device) -> str:
-    """Return why `device` cannot multiply codes in `element`, as a sentence; "" if it can."""
+    """Return a sentence which says why `device` cannot multiply codes in `element`; "" if it can."""
     needed, (other,) = CAPABILITIES[element], [name for name in ELEMENTS if name != element]
     if device.type == "cpu":
         return ""

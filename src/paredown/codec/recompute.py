@@ -1,4 +1,4 @@
-"""Recompute the output of a norm and an activation function from its packed input; one-bit masks of ReLU and similar functions.
+"""`recompute` returns the output of a norm and an activation function on packed input; `pack_mask` packs ReLU's mask.
 
     y = f((x - mean[s]) * rstd[s] * weight[c] + bias[c])      with a norm; c = (i // inner) % channels, the channel of value i
                                                               s = c, or s = i // channels for norms over rows (LayerNorm)
@@ -41,7 +41,7 @@ PIECE = 1 << 16  # values at a time: 1 MiB of scratch memory, most of it indices
 
 
 def pack_mask(x: Tensor, low: float, high: float) -> Tensor:
-    """Return one bit for each value of dense `x`, in its memory order, as ceil(numel / 8) bytes: whether low < x < high."""
+    """Return one bit for each value of dense `x`, 1 where low < x < high, packed in ceil(numel / 8) bytes in memory order."""
     kernels = backend.find_kernels() if x.is_cuda else None
     if kernels is not None:
         return kernels.pack_mask(x, low, high, empty_mask(x))
@@ -67,7 +67,7 @@ def empty_mask(x: Tensor) -> Tensor:
 
 
 def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> Tensor:
-    """Write `inside` into `out`, flat and contiguous, where the mask's bit is 1 and `outside` where it is 0, and return `out`."""
+    """Write one number for each bit of a mask into flat, contiguous `out`: `inside` for 1, `outside` for 0; return `out`."""
     kernels = backend.find_kernels() if out.is_cuda else None
     if kernels is not None:
         return kernels.unpack_mask(bits, out, inside, outside)
@@ -84,7 +84,7 @@ def unpack_mask(bits: Tensor, out: Tensor, *, inside: float, outside: float) -> 
 
 
 def apply_mask(grad: Tensor, bits: Tensor) -> Tensor:
-    """Return `grad` where the mask's bit is 1, else 0, as a new tensor; `bits` are in the memory order of `grad`."""
+    """Return a new tensor with `grad` where the mask's bit is 1 and 0 elsewhere; `bits` must be in its memory order."""
     kernels = backend.find_kernels() if grad.is_cuda else None
     if kernels is not None:
         return kernels.apply_mask(grad, bits, kernels.empty_strided(grad.size(), grad.stride(), grad.dtype, grad))
@@ -97,10 +97,10 @@ def apply_mask(grad: Tensor, bits: Tensor) -> Tensor:
 
 
 class ReluOutput(Tensor):
-    """A tensor subclass for the output of a ReLU of which only the mask is stored.
+    """A tensor subclass for the output of a ReLU of which only the mask is stored, one bit per value.
 
-    torch's backward of a ReLU reads 2 bytes of the gradient and 2 of the unpacked mask (in bf16), which unpacking has written; the bits are
-    an eighth of a byte.
+    In bf16, torch's backward of a ReLU would read 2 bytes of an unpacked mask for each value, which unpacking has to write; the bits
+    take an eighth of a byte.
     """
 
     _bits: Tensor
@@ -133,9 +133,9 @@ class ReluOutput(Tensor):
 
 
 class Norm:
-    """The statistics and parameters of a normalization layer: flat float32 tensors. `rstd` is the reciprocal of the standard deviation.
+    """The statistics and parameters of a normalization layer as flat float32 tensors.
 
-    Parameters are not copied: after one is modified in place, the output of the norm cannot be recomputed, and `check` raises.
+    `rstd` is 1 / standard deviation. Parameters are not copied: once one is modified in place, recomputing is wrong, and `check` raises.
     """
 
     __slots__ = ("bias", "by_row", "channels", "inner", "mean", "rstd", "versions", "weight")
@@ -157,7 +157,7 @@ class Norm:
 
     @property
     def shape(self) -> tuple[int, int, bool, bool, bool]:
-        """The constants that kernels are compiled for: channels, values per channel, whether it is by rows, has a weight, has a bias."""
+        """What kernels must know of the norm: channels, values per channel, if it is by row, if it has a weight, and a bias."""
         return self.channels, self.inner, self.by_row, self.weight is not None, self.bias is not None
 
     def _versions(self) -> tuple[int, int]:
@@ -175,9 +175,9 @@ class Norm:
 
 @dataclass(eq=False, slots=True)
 class DecodeSteps:
-    """The operations to apply to decoded values: a norm, then an activation function, or a ReLU with its mask in `bits`.
+    """The operations to apply to decoded values: a norm, then an activation function, for ReLU by its mask `bits`.
 
-    The function is "", "gelu", "gelu_tanh", "silu" or "relu".
+    `activation` is the name of the function: "" (none), "gelu", "gelu_tanh", "silu" or "relu".
     """
 
     norm: Norm | None = None
@@ -186,7 +186,10 @@ class DecodeSteps:
 
 
 def recompute(packed: PackedTensor | Tensor, steps: DecodeSteps, dtype: torch.dtype, layout: Layout | None = None) -> Tensor:
-    """Return the output of `steps` on a flat tensor, packed or not, in `dtype`: flat, or with `layout` (sizes, strides)."""
+    """Return the output of `steps` (a norm, an activation function) on a flat packed or ordinary tensor, in `dtype`.
+
+    `layout`: the sizes and strides of the result.
+    """
     if steps.norm is not None:
         steps.norm.check()
     size, stride = layout if layout is not None else ((packed.shape.numel(),), (1,))
@@ -202,7 +205,7 @@ def recompute(packed: PackedTensor | Tensor, steps: DecodeSteps, dtype: torch.dt
 
 
 def _norm_(x: Tensor, norm: Norm) -> None:
-    """Normalize `x` in place, since a copy of an activation would add to the peak memory of a step."""
+    """Normalize `x` in place, because a second tensor of its size would add to the peak memory of a step."""
     rows = x.view(-1, norm.channels, norm.inner)
     shape = (-1, 1, 1) if norm.by_row else (1, -1, 1)
     rows.sub_(norm.mean.view(shape)).mul_(norm.rstd.view(shape))

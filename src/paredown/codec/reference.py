@@ -1,4 +1,4 @@
-"""The definition of encode, decode and round_trip, in plain torch: slow and simple. Every other implementation returns the same bits.
+"""These functions define encode, decode and round_trip in plain torch; all other implementations give the same bits.
 
 A tensor is laid out as (rows, cols); `formats/format.py` draws it. In float32 and correctly rounded, for each block:
 
@@ -48,7 +48,7 @@ from paredown.formats.rounding import HIGH_INDEX, INDEX_STEP, MULTIPLIER_1, MULT
 
 
 def pack_bits(codes: Tensor, width: int) -> Tensor:
-    """Return int64 codes (rows, cols) packed as uint8 (rows, row_bytes)."""
+    """Return codes of `width` bits, int64 (rows, cols), packed into bytes without gaps: uint8 (rows, row_bytes)."""
     if 8 % width == 0:
         per_byte = 8 // width
         codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_byte))
@@ -63,7 +63,7 @@ def pack_bits(codes: Tensor, width: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, width: int, cols: int) -> Tensor:
-    """Return packed codes, uint8 (rows, row_bytes), as int64 codes (rows, cols)."""
+    """Return the int64 codes (rows, cols) of `width` bits that `pack_bits` has packed into uint8 (rows, row_bytes)."""
     if width == 8:
         return packed.long()
     if 8 % width == 0:
@@ -105,11 +105,11 @@ class PackedParts:
         return [t for t in self.all() if t is not None]
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> PackedParts:
-        """Return the parts with `function` applied to each tensor."""
+        """Return the results of `function` on codes, scales and minimums, as another `PackedParts`."""
         return PackedParts(*(t if t is None else function(t) for t in self.all()))
 
     def copy_(self, other: PackedParts) -> None:
-        """Overwrite these tensors by those of `other`, except for parts that one of the two lacks."""
+        """Copy the codes, scales and minimums of `other` into these tensors in place, skipping those that one of them lacks."""
         for mine, new in zip(self.all(), other.all(), strict=True):
             if mine is not None and new is not None:
                 mine.copy_(new)
@@ -117,7 +117,7 @@ class PackedParts:
 
 @dataclass(frozen=True)
 class Encoding:
-    """The arguments by which a tensor is encoded: format, rounding, overflow, seed, and the rule by which scales are chosen."""
+    """How to encode a tensor: format, rounding, overflow, seed of random bits, and the rule by which scales are chosen."""
 
     format: Format
     rounding: Rounding
@@ -153,9 +153,9 @@ def random_bits(seed: Seed, start: int, count: int, device: torch.device) -> Ten
 
 
 def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes (int64) of float32 `y`, and a mask of the values that have no code: too large, or NaN.
+    """Return the codes (int64) to which float32 `y` rounds, and a mask of values that have no code: too large, or NaN.
 
-    Under NONFINITE a value past the largest gets the code of inf or NaN where the element has one, and the nearest value otherwise.
+    `bits`: random bits for stochastic rounding. Under NONFINITE a value past the largest gets the code of inf or NaN if there is one.
     """
     codes, past = (
         table_codes(y, element, rounding, bits) if element.kind is ElementKind.TABLE else grid_codes(y, element, rounding, bits)
@@ -170,7 +170,7 @@ def codes_of(y: Tensor, element: Element, rounding: Rounding, overflow: Overflow
 
 
 def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes to which `y` rounds in a float or integer element, and a mask of the values that are out of range."""
+    """Return the codes to which `y` rounds in a float or integer element, and a mask of values out of range."""
     k = rounded_magnitude(y.abs().nan_to_num(0.0, posinf=torch.finfo(torch.float32).max), element, rounding, bits)
     negative = torch.signbit(y)
     limit = torch.where(negative, element.min_code, element.max_code)
@@ -183,7 +183,10 @@ def grid_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | N
 
 
 def rounded_magnitude(a: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> Tensor:
-    """Return the int64 codes of rounded magnitudes `a` >= 0, which may exceed the element's largest code."""
+    """Return the codes (int64) to which magnitudes `a` >= 0 round in a float or integer element that had no largest value.
+
+    So a code may be above the largest one. `bits`: random bits for stochastic rounding.
+    """
     mantissa_bits, min_exponent = element.mantissa_bits, element.min_exponent
     a = a.double()
     exponent = torch.where(a > 0, torch.frexp(a).exponent.long() - 1, min_exponent).clamp(min=min_exponent)
@@ -209,9 +212,9 @@ def _rounds_up(fraction: Tensor, code: Tensor, rounding: Rounding, bits: Tensor 
 
 
 def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the codes to which `y` rounds in an element that is a table of values, and a mask of the values out of range.
+    """Return the codes to which `y` rounds in an element that is a table of values, and a mask of values out of range.
 
-    Ties of e8m0 take the larger value, as in ml_dtypes.
+    `bits`: random bits for stochastic rounding. A tie between values of e8m0 becomes the larger one, as in ml_dtypes.
     """
     values = torch.tensor(element.table, dtype=torch.float32, device=y.device)
     lowest, highest = table_limits(element, rounding)
@@ -233,10 +236,9 @@ def table_codes(y: Tensor, element: Element, rounding: Rounding, bits: Tensor | 
 
 
 def table_limits(element: Element, rounding: Rounding) -> tuple[float, float]:
-    """Return the smallest and the largest float32 that a table can represent after rounding.
+    """Return the smallest and the largest float32 that round to a value of a table, instead of overflowing.
 
-    These are the table's first and last value. But e8m0 rounds as a float does: down to any number above 0, and up to where 2^128 is
-    nearer.
+    These are the table's first and last value; in e8m0 they are the smallest number above 0, and where 2^128 begins to be nearer.
     """
     if element.name != "e8m0":
         return element.table[0], element.table[-1]
@@ -245,7 +247,7 @@ def table_limits(element: Element, rounding: Rounding) -> tuple[float, float]:
 
 
 def values_of(codes: Tensor, element: Element) -> Tensor:
-    """Return the float32 values of int64 `codes`."""
+    """Return the float32 value that each of the int64 `codes` of an element stands for."""
     if element.width <= 16:
         return torch.tensor(element.values(), dtype=torch.float32, device=codes.device)[codes]
     magnitude = codes & (element.sign_code - 1)  # only floats are wider than 16 bits
@@ -267,7 +269,6 @@ def _sign_codes(y: Tensor, element: Element) -> Tensor:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent as float64, exactly."""
     return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
@@ -275,12 +276,12 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def in_blocks(x: Tensor, block: int, fill: float) -> Tensor:
-    """Return `x`, (rows, cols), as (rows, blocks, block) with a short last block filled up by `fill`."""
+    """Return `x`, (rows, cols), as (rows, blocks, block), where a short last block is filled up with the number `fill`."""
     return torch.nn.functional.pad(x, (0, -x.shape[1] % block), value=fill).unflatten(1, (-1, block))
 
 
 def choose_scales(x: Tensor, encoding: Encoding, tensor_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the scales and minimums to store for float32 `x` (rows, cols), NaN where a block holds NaN or inf."""
+    """Return the scale and minimum of each block of float32 `x` (rows, cols), as stored; NaN for a block with NaN or inf."""
     format = encoding.format
     assert format.block and format.scale, "scales belong to blocks"
     low, high = in_blocks(x, format.block, torch.inf).amin(2), in_blocks(x, format.block, -torch.inf).amax(2)
@@ -299,11 +300,11 @@ def choose_scales(x: Tensor, encoding: Encoding, tensor_scale: Tensor | None) ->
 
 
 def tensor_scale_of(largest: Tensor, format: Format) -> Tensor:
-    """Return the scale of the whole tensor, by which block scales in 8-bit floats are multiplied.
+    """Return the float32 scale of a whole tensor, by which the 8-bit float scales of its blocks are multiplied.
 
-    `largest` is the tensor's largest finite magnitude. It is at least 2^-126 / the smallest block scale (2^-117 for e4m3fn), so
-    that their product has a finite inverse. With a minimum, which bf16 rounds down, the range of a block is at most 2 + 2^-6 times
-    `largest`.
+    `largest` is the tensor's largest finite magnitude. The scale is at least 2^-126 / the smallest block scale (2^-117 for e4m3fn),
+    so that the product of both has a finite inverse. With a minimum, which bf16 rounds down, the range of a block is at most
+    2 + 2^-6 times `largest`.
     """
     if format.minimum:
         largest = largest * (2 + 2.0**-6)
@@ -314,12 +315,10 @@ def tensor_scale_of(largest: Tensor, format: Format) -> Tensor:
 
 
 def store_scale(scale: Tensor, element: Element) -> Tensor:
-    """Return scales rounded up to values of `element`, in the dtype in which they are stored.
+    """Return scales rounded up to values of `element`, as tensors of the dtype in which they are stored, uint8 for codes.
 
-    NaN stays NaN.
-
-    Past the largest value, 8-bit floats saturate, since scales relative to the tensor scale exceed it by rounding error alone; bf16 and
-    e8m0 become inf or NaN.
+    NaN stays NaN. Past the largest value, 8-bit floats saturate, since scales relative to the tensor scale exceed it by rounding error
+    alone; bf16 and e8m0 become inf or NaN.
     """
     if element.name in ("fp32", "bf16"):
         scale = torch.where(scale > 0, scale.clamp(min=SMALLEST_SCALE), scale)
@@ -332,7 +331,7 @@ def store_scale(scale: Tensor, element: Element) -> Tensor:
 
 
 def rounded_down(x: Tensor, element: Element) -> Tensor:
-    """Return the largest value of fp32 or bf16 that is at most `x`. NaN stays NaN."""
+    """Return the largest value of `element`, fp32 or bf16, that is at most `x`; NaN stays NaN."""
     if element.name == "fp32":
         return x
     truncated = (x.contiguous().view(torch.int32) & -65536).view(torch.float32)
@@ -341,9 +340,9 @@ def rounded_down(x: Tensor, element: Element) -> Tensor:
 
 
 def ocp_scale(largest: Tensor, element: Element) -> Tensor:
-    """Return the scale that the OCP MX standard chooses, 2^(floor(log2 largest) - floor(log2 max_value)), within e8m0's range.
+    """Return the scale of the OCP MX standard, 2^(floor(log2 largest) - floor(log2 max_value)), within e8m0's range.
 
-    Blocks of zeros get its smallest value.
+    `largest`: each block's largest magnitude; max_value is the element's. Blocks of zeros get the smallest value of e8m0.
     """
     exponent = torch.frexp(largest.double()).exponent - torch.frexp(torch.tensor(element.max_value)).exponent
     exponent = torch.where(largest > 0, exponent, -127).clamp(-127, 127)
@@ -351,7 +350,7 @@ def ocp_scale(largest: Tensor, element: Element) -> Tensor:
 
 
 def scale_values(parts: PackedParts, format: Format) -> Tensor:
-    """Return the float32 scales of all blocks, (rows, blocks)."""
+    """Return the float32 scales of all blocks, (rows, blocks), from the stored scales in `parts`."""
     assert parts.scales is not None and format.scale is not None
     scales = values_of(parts.scales.long(), format.scale) if parts.scales.dtype is torch.uint8 else parts.scales.float()
     return scales if parts.tensor_scale is None else scales * parts.tensor_scale
@@ -365,7 +364,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: 
 
     `given`: the scales under rule "given", and the tensor scale if the format has one. `bits`: a random integer for each value, or None.
 
-    Elements without inf and NaN saturate if there is no block scale to set to NaN; `packed.encode` raises for such values before.
+    Elements without inf and NaN saturate if there is no block scale to set to NaN; `packed.encode` raises before it calls this.
     """
     format, x = encoding.format, x.float()
     if format.block is None:
@@ -392,9 +391,9 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: 
 
 
 def scaled(x: Tensor, parts: PackedParts, encoding: Encoding) -> Tensor:
-    """Return (x - minimum) / scale in float32, (rows, cols).
+    """Return (x - minimum) / scale in float32, (rows, cols), with the scales and minimums in `parts`.
 
-    y is 0 where a chosen scale is 0, since all values are then 0 or nearly so.
+    The result is 0 where a chosen scale is 0, since all values of the block are then 0 or nearly so.
     """
     block = encoding.format.block
     assert block
@@ -407,7 +406,7 @@ def scaled(x: Tensor, parts: PackedParts, encoding: Encoding) -> Tensor:
 
 
 def decode_rows(parts: PackedParts, format: Format, cols: int, dtype: torch.dtype) -> Tensor:
-    """Return the decoded values (rows, cols) of `parts` in `dtype`. Finite values past float16's largest stay finite."""
+    """Return the decoded values (rows, cols) of `parts` in `dtype`; finite values stay finite in float16."""
     assert parts.codes is not None
     y = values_of(unpack_bits(parts.codes, format.element.width, cols), format.element)
     if format.block:
@@ -420,9 +419,9 @@ def decode_rows(parts: PackedParts, format: Format, cols: int, dtype: torch.dtyp
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bits: Tensor | None) -> Tensor:
-    """Return the values that encoding and decoding make of `x`, (rows, cols).
+    """Return `x`, (rows, cols), rounded to values of the encoding's format, as encoding and decoding would do.
 
-    If there is no block, values without a code become NaN or infinite.
+    `given` and `bits` are those of `encode_rows`. Without blocks, values that have no code become NaN or infinite.
     """
     format = encoding.format
     if format.block:
@@ -436,5 +435,5 @@ def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, bi
 
 
 def spread(per_block: Tensor, block: int, cols: int) -> Tensor:
-    """Return one value for each block, (rows, blocks), repeated for each value of the block, (rows, cols)."""
+    """Return `per_block`, (rows, blocks), with each number repeated for all values of its block: (rows, cols)."""
     return per_block.repeat_interleave(block, 1)[:, :cols]

@@ -1,7 +1,7 @@
-"""round_trip with formats and seeds that a kernel reads from memory, so that one captured CUDA graph serves all formats.
+"""`RuntimeFormatTable` rounds tensors to formats that kernels read from memory, so one captured CUDA graph serves all.
 
-A `RuntimeFormatTable` has a row of int32 for each slot: twelve describe its format (`kernels/runtime_formats.py`), two are the keys of
-its random bits. Rows can hold floats and integers without a block, and fp32 for slots that stay unmodified.
+The table has a row of int32 for each slot, a tensor to round: twelve describe its format (`kernels/runtime_formats.py`), two are keys
+of its random bits. Rows can hold floats and integers without a block, and fp32 for slots that stay unmodified.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ Job = tuple[Tensor, Tensor, int]  # x, out, row of the table
 
 
 def is_live(format: Format | None) -> bool:
-    """Return whether a kernel can read this format from device memory at run time: it has no block and no table of values.
+    """Return whether kernels can round to this format when they read its description from device memory.
 
-    None stands for unmodified values, which a kernel can."""
+    They can for formats without a block and without a table of values, and for None, which leaves values unmodified.
+    """
     return format is None or (
         format.block is None and format.element.kind is not ElementKind.TABLE and format.element.min_exponent >= -126
     )
 
 
 def is_narrow(format: Format | None) -> bool:
-    """Return whether TF32 represents the values of this format exactly, so that TF32 products do not round them.
+    """Return whether TF32 represents all values of this format exactly, so that matrix products may run in TF32.
 
     >>> is_narrow(Format.parse("e6m9f")), is_narrow(Format.parse("int16")), is_narrow(None)
     (True, False, False)
@@ -50,7 +51,7 @@ def is_narrow(format: Format | None) -> bool:
 
 
 def overflow_limit(format: Format | None) -> float:
-    """Return the smallest magnitude that overflows when rounded to nearest.
+    """Return the magnitude from which on a value overflows when it is rounded to nearest in this format.
 
     That is half a step above the format's largest value; infinity if no value overflows or `format` is None (unmodified).
 
@@ -73,7 +74,7 @@ def flat(x: Tensor) -> Tensor | None:
 
 
 def round_trip_(x: Tensor, format: Format, rounding: Rounding, overflow: Overflow | None, seed: Seed) -> Tensor:
-    """Round `x` in place and return it, without a record in autograd's graph.
+    """Round `x` to `format` in place and return it; autograd does not see the change.
 
     A saved tensor that shares memory with `x` is rounded too.
     """
@@ -82,20 +83,23 @@ def round_trip_(x: Tensor, format: Format, rounding: Rounding, overflow: Overflo
 
 
 class RuntimeFormatTable:
-    """A table in device memory with the formats and seeds of `capacity` slots, which kernels read when they run."""
+    """A table in device memory, whose rows have a format and a seed each; a kernel that rounds a tensor reads one row.
+
+    So a captured CUDA graph goes on to work when formats change. `capacity`: the number of rows.
+    """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.rows = torch.zeros((capacity, NUM_COLUMNS), dtype=torch.int32, device=device)
         self.device = device
 
     def set(self, rows: dict[int, tuple[Format | None, Overflow | None]]) -> None:
-        """Write the formats and overflows of the slots `rows` into the table, in one copy to the device; format None: not rounded."""
+        """Write a format and overflow mode into each row whose number is a key of `rows`; a format of None means no rounding."""
         self._write({row: fields_of(*fields) for row, fields in rows.items()}, slice(NUM_FIELDS))
 
     def set_seeds(self, seeds: dict[int, Seed]) -> None:
-        """Write the keys of the slots' random bits into the table.
+        """Write the seed of stochastic rounding into each row whose number is a key of `seeds`.
 
-        The step is left out, since each rounding gets it as an argument.
+        The step of a seed is left out, since each rounding gets it as an argument.
         """
         self._write(
             {row: [signed(key) for key in seed.base_keys()] for row, seed in seeds.items()}, slice(NUM_FIELDS, NUM_FIELDS + 2)
@@ -109,10 +113,10 @@ class RuntimeFormatTable:
     def round_many(
         self, jobs: Sequence[Job], rounding: Rounding, step: Tensor, memory: Tensor, *, is_captured: bool = False
     ) -> BatchedRoundTrip:
-        """Round tensors in one kernel launch, each by its row of the table: `jobs` are (x, out, row), float32 without gaps.
+        """Round tensors in one launch, each to the format in a row of the table; `jobs`: (x, out, row), float32 without gaps.
 
         `memory`: int64 on the device, as many as `words_for` says, for the launch's arguments. `is_captured`: a CUDA graph is being
-        captured, and the caller calls `write()` of the result before the graph runs.
+        captured, and the caller must call `write()` of the result before the graph runs.
         """
         kernels, first, rows = backend.find_kernels(), 0, list[list[int]]()
         if kernels is None:
@@ -130,9 +134,9 @@ class RuntimeFormatTable:
         return many
 
     def round_into(self, x: Tensor, out: Tensor, row: int, rounding: Rounding, step: Tensor) -> Tensor:
-        """Round `x` to the format in a row of the table, into `out`, which may be `x` itself, and return `out`.
+        """Write `x`, rounded to the format in a row of the table, into `out`, which may be `x` itself, and return `out`.
 
-        The kernel reads the row and the training step when it runs.
+        `step`: the training step, for random bits. The kernel reads it, and the row, from device memory when it runs.
         """
         kernels = backend.find_kernels()
         if kernels is None:
@@ -149,7 +153,7 @@ class RuntimeFormatTable:
 
 
 class BatchedRoundTrip(NamedTuple):
-    """The device tensors that one launch of `RuntimeFormatTable.round_many` reads, with a copy on the host."""
+    """The arguments of one launch of `RuntimeFormatTable.round_many`: device tensors, and what `write` copies into them."""
 
     owners: Tensor
     table: Tensor
@@ -157,7 +161,7 @@ class BatchedRoundTrip(NamedTuple):
     host_table: Tensor
 
     def write(self) -> None:
-        """Copy the addresses of the tensors and of their table rows to the device, before the launch runs."""
+        """Copy the arguments of the launch (addresses of tensors and formats) to the device; it must precede the launch."""
         self.owners.copy_(self.host_owners)
         self.table.copy_(self.host_table.flatten())
 
@@ -168,13 +172,13 @@ def tiles_of(x: Tensor) -> int:
 
 
 def words_for(tensors: Iterable[Tensor]) -> int:
-    """Return the number of int64 of `memory` that `RuntimeFormatTable.round_many` needs for these tensors."""
+    """Return how many int64 the argument `memory` of `RuntimeFormatTable.round_many` must have for these tensors."""
     return sum(WORDS + tiles_of(x) for x in tensors) + 2  # owners are half as wide
 
 
 @cache
 def fields_of(format: Format | None, overflow: Overflow | None) -> tuple[int, ...]:
-    """Return the twelve int32 by which kernels know a format at run time."""
+    """Return the twelve int32 from which kernels learn a format when they run; None stands for unmodified values."""
     if not is_live(format):
         raise CodecError(f"{format} cannot be read from memory at run time: it has a block, a list of values or tiny exponents.")
     from paredown.codec.kernels.runtime_formats import describe  # needs Triton

@@ -1,4 +1,4 @@
-"""The catalog: formats that have a name, one row each, and the tiers of optimizer memory. `CATALOG["nvfp4"]` is an ordinary Format.
+"""`CATALOG` maps names such as "nvfp4" to formats; `TIERS` maps names to sets of formats for an optimizer.
 
 The rows named peppp_* are the formats of the 99 configurations of PEPPP (Yang et al., ICLR 2022): 11 low ones for activations,
 weights and gradients, 9 high ones for the optimizer. They follow QPyTorch 0.2.0, which PEPPP measured with: no subnormals, no inf or NaN,
@@ -47,7 +47,7 @@ from paredown.formats.format import Format
 
 @dataclass(frozen=True)
 class CatalogRow:
-    """A row of the catalog: the name of a format, its text, and a note on what the format is used for."""
+    """A row of the catalog of formats: a name, the format's text, and a note that says what it is used for."""
 
     name: str
     text: str
@@ -96,7 +96,7 @@ CATALOG: Mapping[str, Format] = MappingProxyType({row.name: Format.parse(row.tex
 
 
 def find_format(format: Format | str) -> Format:
-    """Return the format with this catalog name or this text; raise FormatError with the closest catalog names if there is none.
+    """Return the format with this catalog name or text; raise FormatError, with similar names, if there is none.
 
     >>> find_format("int8_block") == find_format("int8/64@bf16")
     True
@@ -134,9 +134,9 @@ TIERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def is_small(shape: Sequence[int]) -> bool:
-    """Return whether a parameter of `shape` is too small to pack: its weight and gradient stay unmodified and its moments are float32.
+    """Return whether a parameter of `shape` is too small to pack.
 
-    Packing it would save little memory, and norms and biases are the parameters most sensitive to rounding.
+    The weight and gradient of a small parameter stay unmodified, and its moments are float32, as rounding harms norms and biases most.
 
     >>> is_small((4096,)), is_small((63, 65)), is_small((64, 64))
     (True, True, False)
@@ -147,12 +147,12 @@ def is_small(shape: Sequence[int]) -> bool:
 # --- Which formats can store a role ---
 
 RESIDUE = "residue"
-NEVER_SIGNED = ("activation", "moment2", RESIDUE)  # roles whose values may all be 0 or more
-LEAST_FLOAT_WIDTH = {"gradient": 16, "moment1": 16, "moment2": 16}  # of floats without a scale, by role; 8 for other roles
+NEVER_SIGNED = ("activation", "moment2", RESIDUE)  # roles whose tensors may have no value below 0
+LEAST_FLOAT_WIDTH = {"gradient": 16, "moment1": 16, "moment2": 16}  # bits that a float without a scale needs; 8 for other roles
 
 
 def reason_not_to_store(format: Format, role: str) -> str | None:
-    """Return why tensors of a role cannot be stored in `format` whatever their values are, with a format that can; None if they can.
+    """Return why `format` cannot store tensors of `role`, and suggest a format that can; return None if it can.
 
     Integers, tables and floats of fewer than 8 bits need a scale: int8 rounds weights of 0.02 to 0. Wider floats have the range without
     one; gradients and moments of small values need 16 bits. The residue is 8 bits that follow a bf16 weight, and needs none. Unsigned
@@ -175,7 +175,7 @@ def reason_not_to_store(format: Format, role: str) -> str | None:
 
 
 def _scaled(format: Format, role: str) -> str:
-    """Return the text of a similar format that can store tensors of the role because it has a scale."""
+    """Return the text of a format like `format` that can store tensors of `role` because it has a scale, to suggest it."""
     element = format.element
     if element.kind is ElementKind.UINT and role not in NEVER_SIGNED:
         return f"int{min(max(element.width, 2), 8)}/{format.block or 64}@{format.scale or 'bf16'}"

@@ -48,7 +48,7 @@ from typing import Any
 
 from paredown.errors import FormatError
 
-FLOAT32_MIN_EXPONENT = -149  # of the smallest subnormal
+FLOAT32_MIN_EXPONENT = -149  # exponent of float32's smallest subnormal
 FLOAT32_MAX_EXPONENT = 127
 MAX_INT_WIDTH = 16
 ALLOWED = (
@@ -59,7 +59,7 @@ MAX_TABLE_LEN = 256
 
 
 class ElementKind(str, Enum):
-    """The layout of the bits of a code: a float, an integer, or an index into a table of values."""
+    """The kinds of elements, by what a code consists of: bits of a float, an integer, or an index into a table of values."""
 
     FLOAT = "float"  # sign bit, exponent, mantissa
     INT = "int"  # two's complement
@@ -68,7 +68,7 @@ class ElementKind(str, Enum):
 
 
 class Specials(str, Enum):
-    """The convention by which some codes of a float stand for infinity or NaN."""
+    """The conventions by which some codes of a float stand for infinity or NaN; a value is the suffix in elements' names."""
 
     IEEE = ""
     FN = "fn"
@@ -80,14 +80,14 @@ class Specials(str, Enum):
 class Element:
     """A type of number, such as `e4m3fn` or `int4`: it defines which value each code (pattern of bits) stands for.
 
-    `Element.parse` creates an element; elements with the same values are equal, whatever their names.
+    `Element.parse` creates an element. Elements that define the same values are equal, whatever their names are.
     """
 
     name: str = field(compare=False)
     kind: ElementKind
     width: int
     mantissa_bits: int = 0
-    min_exponent: int = 0  # of the smallest normal value, 1 - bias
+    min_exponent: int = 0  # exponent of the smallest normal value, 1 - bias
     specials: Specials = Specials.NONE
     subnormals: bool = True
     table: tuple[float, ...] = ()
@@ -112,7 +112,7 @@ class Element:
 
     @cached_property
     def _hash(self) -> int:
-        """The hash of the element, computed once because formats are dictionary keys for every tensor of a step."""
+        """The element's hash, computed once, because formats are dictionary keys for every tensor of a step."""
         return hash((self.kind, self.width, self.mantissa_bits, self.min_exponent, self.specials, self.subnormals, self.table))
 
     def __str__(self) -> str:
@@ -128,7 +128,7 @@ class Element:
 
     @property
     def sign_code(self) -> int:
-        """The code in which only the sign bit of a float is set; 0 for kinds of elements that have no sign bit."""
+        """The code of a float in which only the sign bit is set; 0 for elements without a sign bit."""
         return 1 << (self.width - 1) if self.kind is ElementKind.FLOAT else 0
 
     @cached_property
@@ -145,7 +145,7 @@ class Element:
 
     @cached_property
     def min_code(self) -> int:
-        """The code of the smallest value's magnitude: max_code for floats and intN, 1 for int1, 0 for uintN."""
+        """The code of the magnitude of the most negative value: max_code for floats and intN, 1 for int1, 0 for uintN."""
         return 0 if self.kind is ElementKind.UINT else max(self.max_code, 1)
 
     @cached_property
@@ -155,7 +155,7 @@ class Element:
 
     @cached_property
     def nan_code(self) -> int | None:
-        """The code that encoding writes for NaN; None if the element has no NaN."""
+        """The code to which encoding turns NaN; None if the element has no NaN."""
         if self.kind is ElementKind.TABLE and len(self.table) < 1 << self.width:
             return len(self.table)
         if self._is(Specials.IEEE):
@@ -256,7 +256,7 @@ def _parse(text: str) -> Element:
 
 
 def _text_of(value: float) -> str:
-    """Return the text of a number in a table of values, without "+", which would begin a format's minimum."""
+    """Return a number as text without "+" (as in 1e+20), because in the text of a format "+" begins the minimum."""
     return repr(float(value)).removesuffix(".0").replace("+", "")
 
 

@@ -1,4 +1,4 @@
-"""`Format`: how a tensor is stored. It is an element, and optionally a block length, a scale for each block and a minimum.
+"""`Format` says how a tensor is stored, by its element and optionally by a block length with scales and minimums.
 
     e4m3fn               8-bit floats without a scale
     int4/64@bf16         every 64 values share a bf16 scale; value = code value * scale
@@ -57,9 +57,9 @@ NICKNAMES = {
 
 @dataclass(frozen=True, repr=False)
 class Format:
-    """A way to store a tensor: an element for its values, and optionally a block length, a scale per block and a minimum per block.
+    """How a tensor is stored: the type of its codes, and optionally blocks of some length with a scale and a minimum.
 
-    A format, the codes, the shape and the dtype are all that decoding needs.
+    Decoding needs the format, the codes and scales, the shape and the dtype, and nothing else.
     """
 
     element: Element
@@ -117,7 +117,7 @@ class Format:
 
     @property
     def bits_per_value(self) -> float:
-        """The bits that this format stores per value of a large tensor, scales included.
+        """The bits that this format takes for each value of a large tensor, scales included.
 
         >>> Format.parse("int4/64@bf16").bits_per_value
         4.25
@@ -127,7 +127,7 @@ class Format:
 
     @staticmethod
     def rows_and_cols(shape: Iterable[int]) -> tuple[int, int]:
-        """Return the number of rows in which this format stores a tensor of `shape`, and the number of values in a row."""
+        """Return the (rows, cols) layout in which formats store a tensor of `shape`: a row is one index of dimension 0."""
         shape = tuple(shape)
         if any(not hasattr(n, "__index__") or n < 0 for n in shape):
             raise FormatError(f"a shape is whole numbers from 0 up, not {shape}.")
@@ -138,11 +138,11 @@ class Format:
         return -(-cols * self.element.width // 8)
 
     def blocks_per_row(self, cols: int) -> int:
-        """Return the number of blocks in one row of `cols` values, a short last one included; 0 for a format without blocks."""
+        """Return the number of blocks in one row of `cols` values, a short last block included; 0 without blocks."""
         return -(-cols // self.block) if self.block else 0
 
     def nbytes(self, shape: Iterable[int]) -> int:
-        """Return the bytes of a tensor of `shape` in this format: codes, padding, scales, minimums, and the scale of the tensor."""
+        """Return the bytes of a tensor of `shape` in this format: codes, padding, scales and minimums together."""
         rows, cols = self.rows_and_cols(shape)
         per_block = sum(e.width for e in (self.scale, self.minimum) if e) // 8
         return rows * (self.row_bytes(cols) + self.blocks_per_row(cols) * per_block) + 4 * self.has_tensor_scale

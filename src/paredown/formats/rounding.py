@@ -1,6 +1,6 @@
-"""Options of encoding: which neighbour a value is rounded to, what happens past the largest value, and the source of random bits.
+"""`Rounding`, `Overflow` and `Seed` are the arguments of `encode` that no format has.
 
-None of this is part of a format: a format describes *decoding*, and these are arguments of `encode`.
+They say how values are rounded and clamped, and from what random bits; a format describes *decoding*.
 
 Stochastic rounding rounds up with a probability equal to the fractional part, so that the expected value is the exact one.
 The random bits are a pure function of (seed, tensor, step, element index): there is no generator state to save,
@@ -35,9 +35,9 @@ WORD = 0xFFFFFFFF
 
 
 class Rounding(str, Enum):
-    """A rule by which encoding rounds a value to one of its two representable neighbours.
+    """A rule that decides to which of its two neighbours in a format a value is rounded.
 
-    All rules but those for tables of values round the magnitude: -x becomes the negative of what x becomes.
+    All rules, except for tables of values, round the magnitude: -x becomes the negative of what x becomes.
     """
 
     NEAREST_EVEN = "nearest_even"  # the closer one; half-way, the one whose code is even (in e8m0 the larger, as in ml_dtypes)
@@ -50,7 +50,7 @@ FEW_BITS = 8  # narrower elements have large rounding errors, which must not add
 
 
 def default_rounding(width: int, *, is_sum: bool) -> Rounding:
-    """Return the rounding that weights, gradients and optimizer state in an element of `width` bits have by default.
+    """Return the default rounding of weights, gradients and optimizer state in an element of `width` bits.
 
     `is_sum`: the tensor accumulates many small changes. Activations are rounded to nearest (plan/storage.py).
     """
@@ -58,7 +58,7 @@ def default_rounding(width: int, *, is_sum: bool) -> Rounding:
 
 
 class Overflow(str, Enum):
-    """A rule for values larger than the largest representable one: encoding clamps them to it, or makes them infinite or NaN."""
+    """What encoding does with values past the largest one of a format: clamp them to it, or make them infinite or NaN."""
 
     SATURATE = "saturate"  # the largest value, infinity too; NaN stays NaN
     NONFINITE = "nonfinite"  # infinity or NaN, whichever the element has
@@ -66,7 +66,7 @@ class Overflow(str, Enum):
 
 @dataclass(frozen=True)
 class Seed:
-    """The source of random bits for stochastic rounding: a user's seed, a tensor's id, the step and the index of the first element.
+    """Where the random bits of stochastic rounding come from: a user's seed, a tensor's id, a step and a first index.
 
     `first_index` lets a shard draw the bits that its elements have in the whole tensor. `step` may be a tensor of one int32
     on the device, which a kernel reads when it runs: a captured graph then draws new bits at every replay.
@@ -92,13 +92,13 @@ class Seed:
             )
 
     def keys(self) -> tuple[int, int]:
-        """Return two 32-bit keys, which determine the random bits of every element of the tensor at this step."""
+        """Return two 32-bit keys, hashes of seed, tensor and step, from which each element's random bits are computed."""
         k0, k1 = self.base_keys()
         step = int(self.step)
         return mix(k0 ^ (step & WORD)), mix(k1 ^ (step & WORD))
 
     def base_keys(self) -> tuple[int, int]:
-        """Return the two keys before the step is included, for a kernel that reads the step from device memory."""
+        """Return the two keys without the step, for kernels that read the step from device memory and add it themselves."""
         return _base_keys(int(self.value), int(self.tensor))
 
 
@@ -111,7 +111,7 @@ def _base_keys(value: int, tensor: int) -> tuple[int, int]:
 
 
 def signed(word: int) -> int:
-    """Return the int32 that has the bits of a 32-bit word.
+    """Return the int32 with the same bits as `word`, an unsigned integer of 32 bits.
 
     >>> signed(0xFFFFFFFE), signed(2)
     (-2, 2)
@@ -120,7 +120,7 @@ def signed(word: int) -> int:
 
 
 def mix(x: int) -> int:
-    """Return a hash of a 32-bit integer; different integers have different hashes.
+    """Return a 32-bit hash of a 32-bit integer, by which keys are made; different integers have different hashes.
 
     >>> len({mix(i) for i in range(1000)})
     1000

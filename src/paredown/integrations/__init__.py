@@ -1,4 +1,4 @@
-"""Thin adapters for Hugging Face's Trainer, Lightning and loggers; imported when asked for."""
+"""Thin adapters for Hugging Face's Trainer, Lightning and loggers; each is imported at its first use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A diffusion model with the shapes of its config.json, and a batch for it: noisy latents, time steps, texts and what else it takes.
+"""Make a diffusion model with the shapes of its config.json, and a batch for it: noisy latents, time steps, texts and other inputs.
 
 `read_diffusers_config(path, options, input)` makes the model on the meta device with the class of diffusers that the config names; nothing
-is downloaded. ARGUMENTS has a function for each argument of these classes' forward; a class that requires another one is refused by name.
+is downloaded. ARGUMENTS has a function for each argument of these classes' forward; a class that requires other arguments is refused.
 
     latents   (batch, in_channels, height / 8, width / 8), of which UNets and most transformers make patches themselves
               (batch, height / 16 * width / 16, in_channels) where the model takes `img_ids`: Flux's patches are made before it
@@ -38,7 +38,7 @@ OWN_FUNCTION = (
 
 @dataclass(frozen=True)
 class DiffusionInput:
-    """What determines the shapes of a batch: the fields of the model's config, pixels of the picture, tokens of the texts, and dtype."""
+    """Makes the inputs of a diffusion model from its config, the picture's pixels, the tokens of a text (`length`) and a dtype."""
 
     config: Mapping[str, Any]
     height: int
@@ -48,7 +48,7 @@ class DiffusionInput:
     dtype: torch.dtype
 
     def floats(self, *sizes: int) -> Tensor:
-        """Return a tensor of one value for each example and index, without memory."""
+        """Return a floating-point tensor of shape (CONFIG_BATCH, *sizes) on the meta device."""
         return torch.empty((CONFIG_BATCH, *sizes), dtype=self.dtype, device="meta")
 
     def latents(self) -> Tensor:
@@ -59,13 +59,13 @@ class DiffusionInput:
         )
 
     def texts(self) -> Tensor | None:
-        """Return embeddings of texts; None for a model without."""
+        """Return embeddings of texts; None for a model that takes no texts."""
         width = next((self.config[name] for name in TEXT_WIDTHS if self.config.get(name)), None)
         width = width[0] if isinstance(width, list | tuple) else width
         return None if width is None else self.floats(self.length, int(width))
 
     def ids(self, num: int) -> Tensor:
-        """Return the places of `num` tokens on the axes of a rotary embedding."""
+        """Return zeros for the positions of `num` tokens on the axes of a rotary embedding, (num, axes)."""
         return torch.zeros((num, len(self.config.get("axes_dims_rope") or (0, 0, 0))))
 
     def conditions(self) -> dict[str, Tensor | None] | None:
@@ -82,7 +82,7 @@ class DiffusionInput:
         return None
 
     def classes(self) -> Tensor | None:
-        """Return a class for each example, for models of classes."""
+        """Return a class number for each example; None for a model that takes no classes."""
         has_classes = self.config.get("num_class_embeds") or self.config.get("norm_type") == "ada_norm_zero"
         return torch.zeros(CONFIG_BATCH, dtype=torch.int64) if has_classes else None
 
@@ -108,14 +108,14 @@ ARGUMENTS: dict[str, Callable[[DiffusionInput], Any]] = {
 
 
 def sample_loss(output: Any, target: Tensor) -> Tensor:
-    """Return the mean square of a diffusion model's error, over as many channels as the target has: some models predict variances too."""
+    """Return the mean squared error of a diffusion model's output, without channels beyond the target's, which are variances."""
     return nn.functional.mse_loss(output.sample[:, : target.shape[1]].float(), target.float())
 
 
 def read_diffusers_config(
     path: Path, options: Mapping[str, Any], input: str | None
 ) -> tuple[nn.Module, tuple[Any, ...], tuple[str, ...]]:
-    """Return a model without values with the shapes of a config.json of diffusers, a batch for `sample_loss`, and what is assumed of it.
+    """Return the model of a diffusers config.json on the meta device, a batch for `sample_loss`, and texts on the sizes that were assumed.
 
     `options` may set "dtype", "length" of the texts and "picture", a side in pixels; `input` is text such as "3x1024x1024" or "tokens:512".
     """
@@ -130,7 +130,7 @@ def read_diffusers_config(
 
 
 def _model(path: Path, value: Mapping[str, Any]) -> nn.Module:
-    """Return the model of a config, on the meta device."""
+    """Return on the meta device the diffusers model that `value`, the JSON of the config at `path`, describes."""
     name = value[DIFFUSERS]
     try:
         import diffusers  # type: ignore[import-not-found]
@@ -151,7 +151,7 @@ def _model(path: Path, value: Mapping[str, Any]) -> nn.Module:
 
 
 def _sizes(input: str | None) -> dict[str, Any]:
-    """Return the option that --input sets: pixels of the picture, or tokens of the texts."""
+    """Return what --input, `input`, sets: {"picture": (height, width)} in pixels, {"length": tokens of a text}, or {} for None."""
     kind, _, number = (input or "").partition(":")
     sides = (input or "").lower().split("x")
     if kind == "tokens" and number.isdigit():
@@ -188,7 +188,7 @@ def diffusion_batch(model: nn.Module, options: Mapping[str, Any]) -> tuple[tuple
 
 
 def _input(model: nn.Module, options: Mapping[str, Any]) -> tuple[DiffusionInput, tuple[str, ...]]:
-    """Return what the batch is made from, and texts that tell which parts of it were assumed, with the options that set them."""
+    """Return the DiffusionInput that makes the batch, and texts that tell which sizes were assumed, with the options that set them."""
     config: Any = model.config
     side = config.get("sample_size")
     latents = tuple(side) if isinstance(side, list | tuple) else (side or PICTURE // LATENT,) * 2

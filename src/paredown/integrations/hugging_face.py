@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer under a plan.
+"""Train under a plan with Hugging Face's Trainer.
 
     trainer = Trainer(model=model, args=args, train_dataset=data)       # or a subclass of it
     callback = attach(trainer, plan)                                    # applies the plan, and logs which optimizer will run
@@ -6,13 +6,13 @@
     trainer.train()                                                     # again, if you like; then evaluate(), save_model(), push_to_hub()
     callback.close()                                                    # decodes all weights: trainer.model is unmodified
 
-Clipping, gradient accumulation, schedulers, evaluation and checkpoints are the trainer's own. Checkpoints hold plain weights, which
+Clipping, gradient accumulation, schedulers, evaluation and checkpoints are the trainer's own. Checkpoints hold unpacked weights, which
 `from_pretrained` reads, and the codes of weights and moments in the optimizer's file: `trainer.train(resume_from_checkpoint=...)` resumes
 with the same bits. Saving decodes packed weights one module at a time, into host memory (`saving.py`). Memory and update statistics
 (`monitor.py`) are in `trainer.state.log_history` and reach every logger of `report_to`.
 
-Where the plan requests formats of the optimizer, `attach` replaces the one that `TrainingArguments.optim` names by its equal in
-paredown.optim, and refuses one that has none there; otherwise the trainer's optimizer is kept. `callback.optimizer` says which, and why.
+If the plan has formats for optimizer state, the optimizer of paredown.optim with the update rule of `TrainingArguments.optim` replaces the
+trainer's (OptimError if there is none); otherwise the trainer's is kept. `callback.optimizer` says which one runs, and why.
 
 An out-of-memory error of `trainer.train()` gets a note: what the peak was made of, the next smaller plan, and advice on the allocator.
 """
@@ -70,11 +70,11 @@ _ATTACHED: weakref.WeakKeyDictionary[Session | SimulatedSession, tuple[Plan, dic
 
 @final
 class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
-    """A callback of Hugging Face's Trainer that applies a plan, saves the session's state in checkpoints, and logs.
+    """A callback of Hugging Face's Trainer that applies a plan, saves the session's state in checkpoints, and logs memory.
 
-    The session stays open after `train()`, so that a base of which only the packed form fits the device is not decoded; `close` ends it.
-    `attach` makes one. `Trainer(callbacks=[TrainerPlanCallback(plan)], optimizer_cls_and_kwargs=optimizer_of(args))` works too, but loggers
-    then run before it and miss its numbers. `seed`, `mode`, `guard` and `chunked_loss` are those of `apply`.
+    The session stays open after `train()`, so that a base model that fits the device only when packed is not decoded; `close` ends it.
+    `attach` makes a callback. `Trainer(callbacks=[TrainerPlanCallback(plan)], optimizer_cls_and_kwargs=optimizer_of(args))` works too, but
+    loggers then run before it and miss its numbers. `seed`, `mode`, `guard` and `chunked_loss` are those of `apply`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         return (self.plan, self._options) == (other.plan, other._options)
 
     def put_on(self, model: Any) -> None:
-        """Apply the plan to `model`; a session of an earlier `attach` is used again if plan and options are the same, else closed."""
+        """Apply the plan to `model`; an earlier `attach`'s session (applied plan) goes on if it is the same, else it is closed."""
         earlier = session_of(unwrapped(model))
         if earlier is not None and _ATTACHED.get(earlier) == (self.plan, self._options):
             self.go_on_with(earlier, unwrapped(model))
@@ -121,7 +121,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         _ATTACHED[self.session] = self.plan, self._options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
-        """Restore the session's state from that of the trainer if the training resumes from a checkpoint."""
+        """Restore the state of the session (the applied plan) if the training resumes from a checkpoint."""
         session = self._open()
         if unwrapped(model) is not session.model:
             raise ApplyError(
@@ -144,17 +144,17 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
             state.log_history[-1].update(values)  # the trainer's copy of `logs`, made before callbacks run
 
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Print the session's summary. The session stays open, for evaluation, saving and more training."""
+        """Print a summary of the session (the applied plan), which stays open for evaluation, saving and more training."""
         if state.is_world_process_zero:
             self.print_summary()
 
     def close(self) -> None:
-        """Close the session, which decodes all weights and restores the unmodified model; can be called more than once."""
+        """Close the session (the applied plan): all weights are decoded, the model is unmodified. May be called more than once."""
         self.detach()
         super().close()
 
     def detach(self) -> None:
-        """Remove what this callback added to the model, and leave the session open for the callback of another `attach`."""
+        """Remove what this callback added to the model, but leave the session (the applied plan) to another `attach`."""
         if self.last_call is not None:
             self.last_call.close()
         if self._saving is not None:
@@ -164,7 +164,7 @@ class TrainerPlanCallback(AppliedPlan, TrainerCallback, ExportableState):
         self._monitor = None
 
     def state(self) -> dict[str, Any]:
-        """Return the session's state, which the trainer saves in trainer_state.json."""
+        """Return the state of the session (the applied plan), which the trainer saves in trainer_state.json."""
         return {
             "args": {},
             "attributes": {"session": self.session.state_dict() if self.session is not None and self.is_open else None},
@@ -223,6 +223,7 @@ def attach(
     plan: Plan | None = None,
     *,
     budget: int | str | None = None,
+    host_budget: int | str | None = None,
     batch: Any = None,
     optimizer: str | None = None,
     verify: bool = False,
@@ -230,23 +231,27 @@ def attach(
 ) -> TrainerPlanCallback:
     """Apply `plan` to a trainer's model, and choose the optimizer of the plan; `options` are those of TrainerPlanCallback.
 
-    `budget`, such as "24GiB": in place of a plan. It is made by `assign` from a trace of the trainer's own step, for the device that it
-    trains on, with the longest of its examples; `batch` gives others, as the data collator returns them.
+    `budget`, such as "24GiB", stands for a plan that `assign` makes within it, from a trace of the trainer's own step on its device with
+    the longest of its examples; `batch` gives others, as the data collator returns them. `host_budget` is what the plan may store of
+    packed activations in the memory of the host, on a GPU.
     `optimizer`: "adamw", "lion", "sgd" or "muon" of paredown.optim; by default the one with the update rule of `TrainingArguments.optim`,
     if the plan requests formats of an optimizer, else the trainer's. An optimizer that the trainer has already is kept.
     `verify`: before the first step, compare gradients of its batch with those of the unmodified model, and raise VerificationError if
     they differ by more than the tolerance.
-    The session is open until `close()` of what is returned. A second `attach`, of the same trainer or of another one for the same model,
-    goes on with it if plan and options are the same; otherwise it closes the session first, as it does for a budget.
+    The session stays open until `close()` of the returned callback. A second `attach`, to this trainer or another one of the same model,
+    continues the session if plan and options are the same; otherwise, and with a budget, it closes the session first.
     """
     _check_attached(trainer, plan, budget)
+    if host_budget is not None and budget is None:
+        raise ApplyError("host_budget is for the plan of a budget: attach(trainer, budget='24GiB', host_budget='64GiB').")
     if getattr(trainer, "model_init", None) is not None:
         raise ApplyError("model_init makes a new model for every training, without the plan. Give Trainer a model instead.")
     chosen_plan: Any = plan
     if budget is not None:
         _close_earlier(trainer)  # the step of the unmodified model is traced
         has_chunks = bool(options.get("chunked_loss", CHUNKED_LOSS))
-        chosen_plan = plan_within(trainer, budget, _traced_optimizer(trainer, optimizer), batch, has_chunked_loss=has_chunks)
+        name = _traced_optimizer(trainer, optimizer)
+        chosen_plan = plan_within(trainer, budget, name, batch, host_budget=host_budget, has_chunked_loss=has_chunks)
     callback = TrainerPlanCallback(chosen_plan, **options)
     _remove_earlier(trainer, callback)
     chosen, callback.optimizer = _choose_optimizer(trainer, callback, optimizer)
@@ -272,7 +277,7 @@ def _close_earlier(trainer: Any) -> None:
 
 
 def _remove_earlier(trainer: Any, callback: TrainerPlanCallback) -> None:
-    """Remove callbacks of earlier `attach` calls, and optimizers that they chose unless `callback` continues their session."""
+    """Remove callbacks of earlier `attach` calls, and the optimizers they chose unless `callback` goes on with their session."""
     for earlier in [each for each in trainer.callback_handler.callbacks if isinstance(each, TrainerPlanCallback)]:
         trainer.callback_handler.callbacks.remove(earlier)
         earlier.detach()
@@ -300,7 +305,10 @@ def _log_choices(trainer: Any, callback: TrainerPlanCallback, reason: str) -> No
 
 
 def _choose_optimizer(trainer: Any, callback: TrainerPlanCallback, name: str | None) -> tuple[str | None, str]:
-    """Return the name of the optimizer that replaces the trainer's (None: it keeps its own), and a sentence for the log."""
+    """Return the paredown.optim optimizer that replaces the trainer's, None if that stays, and a sentence for the log on why.
+
+    `name` is the optimizer that the user requested from `attach`; None: the plan decides.
+    """
     optim_name, own = _optim(trainer.args), trainer.optimizer or trainer.optimizer_cls_and_kwargs
     if own is not None:
         class_name = (own[0] if isinstance(own, tuple) else type(own)).__name__
@@ -393,7 +401,7 @@ def _check_attached(trainer: Any, plan: Any, budget: Any) -> None:
 
 
 def _verify_first(trainer: Any, callback: TrainerPlanCallback) -> None:
-    """Make the trainer call `verify` on its first batch, right before the first training step."""
+    """Make the trainer compare gradients on its first batch with those of the unmodified model, right before the first step."""
     before, inner = vars(trainer).get("training_step"), trainer.training_step
 
     def first(model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A Hugging Face model with the shapes of its config.json, and a batch for it: nothing is downloaded, and no code of the config runs.
+"""Make a Hugging Face model with the shapes of its config.json, and a batch for it; nothing is downloaded, no code of the config runs.
 
 `read_config(path, options, input)` makes the model on the meta device, with the class of the config's first architecture, else as a causal
 language model. Fields that make transformers download code or weights are left out. Counts of layers that would take for ever to build are
@@ -49,7 +49,7 @@ ONE_LABEL = ("ForSequenceClassification", "ForImageClassification")  # one label
 
 
 def find_config(text: str) -> Path | None:
-    """Return the path of the config.json that `text` names: the file, its folder, or that of a diffusion pipeline; None without."""
+    """Return the config.json that `text` names: a file, that of a folder or of its `transformer` or `unet`; else None."""
     path = Path(text)
     if path.name == NAME and path.is_file():
         return path
@@ -115,7 +115,7 @@ def _offline() -> Generator[None]:
 
 
 def _model(config: Any, dtype: Any) -> nn.Module:
-    """Return the model of the first architecture that the config lists and transformers has, or else a causal language model."""
+    """Return on the meta device the model of the config's first architecture, else a causal language model, in `dtype`."""
     import transformers
 
     if dtype is not None and dtype not in CONFIG_DTYPES:
@@ -156,7 +156,7 @@ def _batch(model: nn.Module, config: Any, length: int) -> dict[str, Tensor]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an exception's message, or its class."""
+    """Return the first line of an exception's message, or the name of its class if there is no message."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
@@ -164,7 +164,7 @@ def first_line(error: Exception) -> str:
 
 
 def check_config(value: Any, path: Path) -> None:
-    """Raise TaskError for a value that is no config of a model of transformers or diffusers, or of one that is too deep to build."""
+    """Raise TaskError if a JSON value is not the config of a transformers or diffusers model, or if the model is too deep to build."""
     if not isinstance(value, Mapping) or not isinstance(value.get(DIFFUSERS, value.get("model_type")), str):
         raise TaskError(
             f"{path} is no config of a Hugging Face model: it has no field model_type, and none of diffusers ({DIFFUSERS})."
@@ -173,7 +173,10 @@ def check_config(value: Any, path: Path) -> None:
 
 
 def check_counts(value: Any, where: str) -> None:
-    """Raise TaskError for the first field that requests more than MOST_LAYERS layers, blocks or experts, or fewer than none of them."""
+    """Raise TaskError if a field asks for more than MOST_LAYERS layers, blocks or experts, or for less than 0 layers.
+
+    Its message begins with `where`.
+    """
     for name, count in _counts(value, ""):
         if count < 0 and name.rpartition(".")[2] in LAYERS:
             raise TaskError(f"{where}: {name} is {brief(count)}; a model has 0 layers or more. Correct it.")

@@ -1,4 +1,4 @@
-"""Lightning's Trainer (`PareCallback`) and Fabric (`PlanPrecision`) under a plan.
+"""Train under a plan with Lightning's Trainer (`PareCallback`) or Fabric (`PlanPrecision`).
 
     callback = PareCallback(plan)
     trainer = Trainer(callbacks=[callback], gradient_clip_val=1.0)
@@ -6,8 +6,8 @@
 
     callback.close()                 # decodes all weights: the module is unmodified
 
-The plan is applied before `configure_optimizers`. The session stays open when fitting ends, so that a base of which only the packed form
-fits the device is not decoded: `fit` again, `validate` and `save_checkpoint` work, until `callback.close()`. Checkpoints hold plain
+The plan is applied before `configure_optimizers`. The session stays open when fitting ends, so that a base model that fits the device only
+when packed is not decoded: `fit` again, `validate` and `save_checkpoint` work, until `callback.close()`. Checkpoints hold unpacked
 weights, decoded one module at a time into host memory, the optimizer's codes and the session's state, so that `ckpt_path=` resumes with
 the same bits. Memory and update statistics (`monitor.py`) go through
 `log_dict` to every logger.
@@ -75,7 +75,7 @@ class PareCallback(AppliedPlan, Callback):
         self.trace = trace or (guard.trace if guard is not None else None)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Apply the plan, before optimizers are configured and checkpoints are loaded; an open session on this module is used again."""
+        """Apply the plan before optimizers are configured and checkpoints are loaded, unless it is applied to this module."""
         if stage != "fit":
             return
         part = called_part(pl_module, self.module)
@@ -89,7 +89,7 @@ class PareCallback(AppliedPlan, Callback):
             self._saving = SavesOnCpu(pl_module, trainer.strategy, "lightning_module_state_dict")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Verify gradients before the first step, if `verify` was requested."""
+        """Compare gradients with those of the unmodified model before the first step, if `verify` was requested."""
         if not self._verifies:
             return
         self._verifies = False
@@ -119,26 +119,26 @@ class PareCallback(AppliedPlan, Callback):
             pl_module.log_dict(self._monitor.numbers(trainer.optimizers[0] if trainer.optimizers else None))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Add an explanation to an out-of-memory error; the session stays open, since decoding could need more memory."""
+        """Add an explanation to an out-of-memory error; the plan stays applied, since decoding could need more memory."""
         add_explanation(exception, self.trace, self.plan)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Print the session's summary after fitting. The session stays open, for validation, saving and more fitting."""
+        """Print a summary of the session (the applied plan) after fitting; it stays open for validation and more fitting."""
         if stage == "fit" and trainer.is_global_zero:
             self.print_summary()
 
     def close(self) -> None:
-        """Close the session, which decodes all weights and restores the unmodified model; can be called more than once."""
+        """Close the session (the applied plan): all weights are decoded, the model is unmodified. May be called more than once."""
         if self._saving is not None:
             self._saving.close()
         super().close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the session's state, for checkpoints."""
+        """Return the state of the session (the applied plan), for checkpoints."""
         return self.session.state_dict() if self.session is not None and self.is_open else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the session's state; Lightning calls this after `setup` when a run resumes."""
+        """Restore the state of the session (the applied plan); Lightning calls this after `setup` when a run resumes."""
         if self.session is not None and self.is_open and state_dict:
             self.session.load_state_dict(state_dict)
 
@@ -176,7 +176,7 @@ BY_NAME: Mapping[str, Callable[[], Precision]] = {"32-true": Precision, "bf16-mi
 
 
 def _of_inner(name: str) -> Any:
-    """Return a method that calls the method of this name of the wrapped plugin."""
+    """Return a method that calls the wrapped plugin's method called `name`."""
     return lambda self, *args, **kwargs: getattr(self.inner, name)(*args, **kwargs)
 
 
@@ -213,7 +213,7 @@ class PlanPrecision(AppliedPlan, Precision):
         return self._monitor.numbers(optimizer) if self._monitor is not None else {}
 
     def teardown(self) -> None:
-        """Close the session, which restores the unmodified model."""
+        """Close the session (the applied plan), which restores the unmodified model."""
         self.inner.teardown()
         self.close()
 

@@ -1,9 +1,9 @@
-"""Numbers of a run for loggers (`numbers`, `Monitor`), and the base class of all integrations (`AppliedPlan`).
+"""Memory and update statistics of a run for loggers (`numbers`, `Monitor`), and the base class of integrations (`AppliedPlan`).
 
-    memory/weight_gib, memory/gradient_gib, memory/optimizer_gib    stored from step to step, packed and plain
+    memory/weight_gib, memory/gradient_gib, memory/optimizer_gib    stored from step to step, packed or not
     memory/activation_gib                                           packed between forward and backward; a Monitor reports the maximum
     memory/peak_gib                                                 CUDA only: torch.cuda.max_memory_allocated
-    updates/underflow, updates/flips                                of packed weights: shares of updates that were lost, of values changed
+    updates/underflow, updates/flips                                packed weights: shares of updates lost, and of values that changed
     guard/actions                                                   number of actions of the guard
 
 >>> import torch
@@ -41,7 +41,7 @@ WEIGHT = "weight."  # prefix of packed weights in an optimizer's state, which ar
 
 
 def numbers(session: Session | SimulatedSession | None, optimizer: Any = None) -> dict[str, float]:
-    """Return numbers for loggers by name; None: of the optimizer's parameters without a session, of the model without an optimizer."""
+    """Return memory and update statistics for loggers, by name; those of a session or an optimizer that is None are left out."""
     optimizer = unwrap_optimizer(optimizer)
     model = session.model if session is not None else None
     parameters = _parameters(model, optimizer)
@@ -66,7 +66,7 @@ def numbers(session: Session | SimulatedSession | None, optimizer: Any = None) -
 
 
 class Monitor:
-    """Measures the numbers that loggers show, including the maximum of packed activations between two calls."""
+    """Measures the numbers that loggers show, with the maximum bytes of packed activations between two calls of `numbers`."""
 
     def __init__(self, session: Session | SimulatedSession, model: nn.Module) -> None:
         self.session, self._most = session, 0
@@ -139,7 +139,7 @@ def _mean(pairs: Iterable[tuple[float, int]]) -> float:
 
 
 class AppliedPlan:
-    """A plan and its session on the model of a training library, with a monitor; `options` are those of `apply`."""
+    """Base class of integrations: applies a plan to a model with the `options` of `apply`, and holds session and Monitor."""
 
     prints_summary = True
 
@@ -148,25 +148,25 @@ class AppliedPlan:
             name = type(self).__name__
             raise ApplyError(f"{name} takes a Plan, not {type(plan).__name__}: {name}(Plan.preset('half')).")
         self.plan, self._options = plan, options
-        self.session: Session | SimulatedSession | None = None  # the last one: it remains after it is closed, for its changes
+        self.session: Session | SimulatedSession | None = None  # the last session, also after it is closed, for its changes
         self._monitor: Monitor | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether the plan is applied to a model now; False after the user or another `attach` closes the session."""
+        """Return whether the plan is applied to a model now; False after the user or another `attach` closes the session."""
         model = self.session.model if self.session is not None and self._monitor is not None else None
         return model is not None and any_session_of(model) is self.session
 
     def put_on(self, model: nn.Module) -> None:
-        """Apply the plan to `model`, and store the session in this object."""
+        """Apply the plan to `model`, and keep the session that `apply` returns."""
         self.go_on_with(apply(self.plan, model, **self._options), unwrapped(model))
 
     def go_on_with(self, session: Session | SimulatedSession, model: nn.Module) -> None:
-        """Use `session`, which is already open on `model`, instead of a new one."""
+        """Use `session`, by which the plan is applied to `model` already, instead of applying it again."""
         self.session, self._monitor = session, Monitor(session, model)
 
     def verify(self, model: nn.Module, batch: Any, step: Callable[[Any], Tensor]) -> None:
-        """Compare the gradients of the loss `step(batch)` with the unmodified model's; if they differ, close the session and raise."""
+        """Compare gradients of the loss `step(batch)` with the unmodified model's; if they differ, end the session and raise."""
         try:
             verify_step(model, batch, step).check()
         except BaseException:
@@ -176,12 +176,12 @@ class AppliedPlan:
             self._monitor.forget()
 
     def print_summary(self) -> None:
-        """Print the session's summary if the session is open, unless `prints_summary` is False."""
+        """Print the summary of the session (the applied plan) if it is open, unless `prints_summary` is False."""
         if self.prints_summary and self.is_open and isinstance(self.session, Session):
             print(f"paredown: {self.session.summary()}", flush=True)
 
     def close(self) -> None:
-        """Close the session, which restores the unmodified model; can be called more than once."""
+        """Close the session (the applied plan), which restores the unmodified model; can be called more than once."""
         if self._monitor is not None:
             self._monitor.close()
         if self.session is not None:

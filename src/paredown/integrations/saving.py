@@ -1,14 +1,14 @@
-"""Saving a model with packed weights, without decoding all of them on its device at once.
+"""Save a model with packed weights, without decoding all of them on its device at once.
 
     with decoded_on_cpu(model):
-        state = model.state_dict()           # plain tensors; packed weights are decoded module by module, and moved to host memory
+        state = model.state_dict()           # ordinary tensors; packed weights are decoded module by module, and moved to host memory
     saving = SavesOnCpu(model)               # from now on model.save_pretrained(...) runs inside of that context
     saving.close()
     saving = SavesOnCpu(model, strategy, "lightning_module_state_dict")     # the same for a method of another object
 
-`state_dict()` of a session has decoded weights on the device of the parameters, as for the unmodified model. A base of which only the
-packed form fits the device cannot be saved like that, nor can its adapters: PEFT makes the state dict of the whole model, and takes the
-adapters from it. `push_to_hub` calls `save_pretrained`, too.
+Otherwise `state_dict()` decodes all weights on the device of the parameters, as in the unmodified model. A base model that fits the device
+only when packed cannot be saved like that, nor can its adapters: PEFT makes the state dict of the whole model, and takes the adapters from
+it. `push_to_hub` calls `save_pretrained`, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def decoded_on_cpu(model: nn.Module) -> Generator[None]:
 
 
 def _move(moved: dict[int, Tensor], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Move the decoded weights in `state`, a module's state dict, to host memory; `moved` has those done, by the ids of parameters."""
+    """Move the decoded weights in `state`, a state dict of `module` under the prefix `prefix`, to host memory.
+
+    `moved` keeps them by the ids of their parameters, so that tied weights stay tied. torch calls this as a hook of `state_dict()`.
+    """
     for name, parameter in module.named_parameters(recurse=False):
         value = state.get(prefix + name)
         if type(value) is Tensor and weight_of(parameter) is not None:
@@ -52,7 +55,7 @@ def _move(moved: dict[int, Tensor], module: nn.Module, state: dict[str, Any], pr
 class SavesOnCpu:
     """Replaces the method `owner.name`, which saves `model`, until `close`: packed weights are decoded in host memory.
 
-    By default the method is `save_pretrained` of the model itself. A copy of the owner has the method of its class.
+    By default the method is `save_pretrained` of the model itself. Copies of the owner have their own, unreplaced method.
     """
 
     def __init__(self, model: nn.Module, owner: Any = None, name: str = SAVE) -> None:
@@ -69,7 +72,7 @@ class SavesOnCpu:
             return self._inner(*args, **named)
 
     def close(self) -> None:
-        """Restore the owner's own method."""
+        """Restore the owner's own method for saving."""
         if vars(self._owner).get(self._name) is self:
             del vars(self._owner)[self._name]
 

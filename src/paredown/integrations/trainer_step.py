@@ -1,4 +1,4 @@
-"""The training step of a Hugging Face trainer as `trace_step` takes it: arguments of the model, device, autocast and optimizer.
+"""Trace the training step of a Hugging Face trainer: its arguments of the model, its device, autocast and optimizer.
 
     arguments = model_arguments(trainer)         # what compute_loss passes to the model for the longest of up to 1024 examples
     trace = traced_step(trainer, "adamw")
@@ -40,9 +40,15 @@ NOT_SEEN = (
 
 
 def plan_within(
-    trainer: Any, budget: int | str, optimizer: str | None, batch: Any = None, *, has_chunked_loss: bool = False
+    trainer: Any,
+    budget: int | str,
+    optimizer: str | None,
+    batch: Any = None,
+    *,
+    host_budget: int | str | None = None,
+    has_chunked_loss: bool = False,
 ) -> Plan:
-    """Return the plan that `assign` makes for the trainer's own step, on its device, within `budget`.
+    """Return the plan that `assign` makes for the trainer's own step, on its device, within `budget` and `host_budget`.
 
     At learning rates of 5e-5 and less, trained weights keep 24 bits or more. The weights of a reference model are part of the budget.
     """
@@ -56,14 +62,18 @@ def plan_within(
         )
     is_small_rate = 0 < trainer.args.learning_rate <= SMALL_LEARNING_RATE
     recompute = False if getattr(trainer.args, "gradient_checkpointing", False) else None
+    method = "fine_tune" if is_small_rate else "role"
     try:
-        return assign(trace, budget_bytes - reference, method="fine_tune" if is_small_rate else "role", recompute=recompute)
+        return assign(trace, budget_bytes - reference, method=method, recompute=recompute, host_budget=host_budget)
     except BudgetError as error:
         raise _with_nearest(error, reference) from None
 
 
 def _with_nearest(error: BudgetError, reference: int) -> BudgetError:
-    """Return `error` with a message that names the smallest budget for which `attach` would find a plan."""
+    """Return `error` with a message that names the smallest budget for which `attach` finds a plan.
+
+    `reference` is the bytes of a reference model's weights, which that budget must hold, too.
+    """
     if error.smallest_bytes is None:
         return error
     smallest = error.smallest_bytes + reference
@@ -75,7 +85,10 @@ def _with_nearest(error: BudgetError, reference: int) -> BudgetError:
 
 
 def traced_step(trainer: Any, optimizer: str | None, batch: Any = None, *, has_chunked_loss: bool = False) -> Trace:
-    """Return the trace of one step of the trainer on `batch`, as its data collator returns it; by default of the longest examples."""
+    """Return the trace of one step of the trainer on `batch`, which its data collator returned, or on its longest examples.
+
+    `optimizer` is the name or object that `trace_step` takes; `has_chunked_loss`: cross entropy runs over some rows at a time.
+    """
     model = unwrapped(trainer.model)
     device = trainer.args.device.type
     arguments = model_arguments(trainer, batch)
@@ -127,8 +140,8 @@ def _as_in_training(trainer: Any, model: nn.Module) -> Generator[None]:
 def model_arguments(trainer: Any, batch: Any = None) -> dict[str, Any]:
     """Return the keyword arguments with which one step of the trainer calls the model.
 
-    `batch`: what the data collator returns, by default for the longest examples. An attention mask of ones is left out, since models make
-    none from it.
+    `batch`: what the data collator returns, by default for the longest examples. An attention mask of ones is left out, since models
+    ignore it.
     """
     if batch is None:
         batch = longest_batch(trainer)
@@ -148,7 +161,7 @@ def model_arguments(trainer: Any, batch: Any = None) -> dict[str, Any]:
 
 
 def longest_batch(trainer: Any) -> Any:
-    """Return the data collator's batch of the longest of 1024 examples; for trainers that generate, tokens of that length."""
+    """Return the data collator's batch of the longest of 1024 examples; for trainers that generate texts, tokens of the full length."""
     dataset = getattr(trainer, "train_dataset", None)
     if dataset is None:
         raise ApplyError("the trainer has no train_dataset to make a batch of: attach(trainer, budget=..., batch={...}).")
@@ -187,7 +200,7 @@ class _Called(Exception):
 
 @final
 class _Recorder:
-    """A stand-in for the model that a trainer calls: at a call with gradients it raises `_Called` with the arguments."""
+    """Stands in for the model that a trainer calls: at a call with gradients enabled it raises `_Called` with the arguments."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""`chunked_cross_entropy`: the cross entropy of a linear layer's logits, in chunks of rows: all logits never exist.
+"""`chunked_cross_entropy` computes the loss of a linear layer's logits in chunks of rows: all logits never exist.
 
 The logits of row i are z = f(h_i W^T + b), with an elementwise f such as soft-capping. With p = softmax(z), target y, class weights w (1 if
 there are none), label smoothing e, V classes and S = sum_c w_c:
@@ -48,14 +48,14 @@ ROW_MULTIPLE = 128  # chunks of more rows are a multiple of this: whole tiles of
 ROW_ALIGNMENT = {"cuda": 64}
 SECOND = "a loss in chunks has no second derivative, which create_graph=True requests: use apply(plan, model, chunked_loss=False)."
 NO_BACKWARD = -1  # id of the current graph task outside backward
-KERNEL_DEVICES = {"cuda": True}  # by type
+KERNEL_DEVICES = {"cuda": True}  # device types on which the kernel runs
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT16_SUM = 1024.0  # of the scales of all rows in float16: smaller sums underflow, larger ones overflow
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """The options of a call of torch.nn.functional.cross_entropy; `class_weights` stands for its argument `weight`."""
+    """The options of a cross entropy, as torch.nn.functional's; `class_weights` stands for its argument `weight`."""
 
     class_weights: Tensor | None = None
     ignore_index: int = -100
@@ -65,7 +65,7 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """A transform of logits that consists of casts, products with numbers, and tanh, with its gradient.
+    """A transform of logits that consists of casts, products with numbers, and tanh, such as soft-capping.
 
     Its gradient is computed without autograd, which is not available inside operators.
     `calls`: ("to", the name of a dtype), ("mul", a number), ("div", a number) and ("tanh", None), in order.
@@ -78,7 +78,7 @@ class Elementwise:
 
     @property
     def scales(self) -> tuple[float, ...] | None:
-        """The factors (a, b, c) if the transform of logits is z -> c tanh(b tanh(a z)); None for calls in float64.
+        """The numbers (a, b, ..., c) of the transform z -> c tanh(... b tanh(a z)); None if a call casts to float64.
 
         >>> Elementwise((("div", 4.0), ("to", "float32"), ("tanh", None), ("mul", 3.0), ("mul", 2.0))).scales
         (0.25, 6.0)
@@ -94,14 +94,14 @@ class Elementwise:
         return tuple(found)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return the logits after this transform."""
+        """Return the transformed logits."""
         for name, value in self.calls:
             logits = ELEMENTWISE[name](logits, value)
         return logits
 
     def gradient(self, logits: Tensor, gradient: Tensor) -> Tensor:
-        """Return the gradient of the logits, given the gradient of the transformed logits."""
-        results = [logits]  # before the first call, and of each call
+        """Return the gradient for `logits`, the input of this transform, given the `gradient` for its output."""
+        results = [logits]  # the logits before the first call, and the result of each call
         for name, value in self.calls:
             results.append(ELEMENTWISE[name](results[-1], value))
         while len(results) > 1:
@@ -125,15 +125,18 @@ SCALES = frozenset(("mul", "multiply", "div", "divide", "true_divide", "__mul__"
 
 
 def elementwise_call(name: str, number: Any, dtype: torch.dtype) -> tuple[str, Any]:
-    """Return how `Elementwise.calls` describes a call of this function."""
+    """Return the entry of `Elementwise.calls` for the function `name` with argument `number` and a result of `dtype`."""
     if name in CASTS:
         return "to", str(dtype).removeprefix("torch.")
     return ("tanh", None) if name == "tanh" else ("div" if "div" in name else "mul", number)
 
 
 def without_last_casts(calls: Sequence[tuple[str, Any]], dtype: torch.dtype) -> Elementwise | None:
-    """Return `calls` without final casts to float32, since the loss computes in float32; None if no call is left."""
-    wide = [dtype is torch.float64]  # before each call
+    """Return `calls` as a transform, without final casts to float32, which the loss makes itself; None if no call is left.
+
+    `dtype`: that of the logits before the calls.
+    """
+    wide = [dtype is torch.float64]  # whether logits are float64 before each call
     for name, value in calls:
         wide.append(value == "float64" if name == "to" else wide[-1])
     count = len(calls)
@@ -144,7 +147,7 @@ def without_last_casts(calls: Sequence[tuple[str, Any]], dtype: torch.dtype) -> 
 
 @dataclass(frozen=True)
 class ChunkSettings:
-    """The settings of a loss in chunks: dtype of products, transform of logits, rows in a chunk.
+    """The settings of a loss in chunks: dtype of products, transform of logits, rows in a chunk; None: the default.
 
     `dtype`: that of the matrix products. `transform`: an elementwise function of the logits, such as soft-capping. `num_rows`: the number
     of rows in a chunk. `loss_dtype`: that of the result outside autocast. `device`: the type of device that a trace is for, which fake
@@ -170,9 +173,9 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of `linear(hidden, weight, bias)` and `target` without computing all logits at once.
 
-    `adapter`: (rows, weight) of a linear layer of low rank whose result is added to the logits, as LoRA's.
     It differs from torch's by rounding alone. Matrix products are in the autocast dtype where autocast is enabled, and the loss is then
     float32; otherwise both have the dtype of the logits, unless `settings` has another one.
+    `adapter`: (input, weight) of a second linear layer of low rank, whose output is added to the logits, as LoRA's.
     """
     options, settings = options or CrossEntropy(), settings or ChunkSettings()
     check_arguments(hidden, weight, target, options)
@@ -193,7 +196,7 @@ def chunked_cross_entropy(
 
 
 def check_arguments(hidden: Tensor, weight: Tensor, target: Tensor, options: CrossEntropy) -> None:
-    """Raise ValueError if shapes, dtype of the target or options of a cross entropy do not fit together."""
+    """Raise ValueError if the shapes and dtypes do not fit each other, or `options` has a value that is not allowed."""
     if options.reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction {options.reduction!r} is unknown. Allowed: 'mean', 'sum' and 'none'.")
     if not 0.0 <= options.label_smoothing <= 1.0:
@@ -212,13 +215,13 @@ def _dtype_after(transform: Callable[[Tensor], Tensor] | None, dtype: torch.dtyp
 
 
 def product_dtype(hidden: Tensor, device: str) -> torch.dtype:
-    """Return the dtype in which a linear layer computes for input `hidden`: autocast's if enabled, except for float64 input."""
+    """Return the dtype of a matrix product with `hidden`: autocast's where that is enabled, except for float64."""
     is_cast = torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64
     return torch.get_autocast_dtype(device) if is_cast else hidden.dtype
 
 
 def rows_of_chunk(num_classes: int, dtype: torch.dtype, device: str) -> int:
-    """Return how many rows of logits a chunk has on a type of device.
+    """Return how many rows of logits are computed at a time, so that a chunk fits the memory allowed on the device type.
 
     >>> rows_of_chunk(128256, torch.bfloat16, "cuda")
     512
@@ -229,7 +232,7 @@ def rows_of_chunk(num_classes: int, dtype: torch.dtype, device: str) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """The arguments of one loss that need no gradient: target, options and settings."""
+    """The arguments of one loss for which no gradient is computed: target, options and settings."""
 
     target: Tensor
     options: CrossEntropy
@@ -237,7 +240,7 @@ class Problem:
 
     @property
     def scales(self) -> tuple[float, ...] | None:
-        """The factors before and after each tanh in the transform of logits; None if no kernel supports the transform."""
+        """The numbers (a, b, ..., c) of the logits' transform z -> c tanh(... b tanh(a z)); None if kernels cannot compute it."""
         transform = self.settings.transform
         if transform is None:
             return (1.0,)
@@ -245,15 +248,15 @@ class Problem:
 
     @property
     def is_fused(self) -> bool:
-        """Whether one kernel computes losses and gradients of a chunk, which is so on CUDA for transforms of products and tanh."""
+        """Whether one kernel computes losses and gradients of a chunk: on CUDA, if the transform consists of products and tanh."""
         is_covered = self.scales is not None and self.settings.dtype in KERNEL_DTYPES
         return is_covered and KERNEL_DEVICES.get(self.settings.device or "", False) and find_spec("triton") is not None
 
 
 class Rows:
-    """The weights of the log probabilities in each row's loss: `own` for the target class, `smooth` for every class.
+    """Computes the losses of rows of logits and their gradients, a chunk of rows at a time.
 
-    The terms of a chunk are computed from its targets each time: no tensor of this class has a value for every row.
+    A row's loss is the negative sum of `own` times the log probability of its target and `smooth` times those of all classes.
     """
 
     def __init__(self, problem: Problem, num_classes: int, dtype: torch.dtype) -> None:
@@ -271,7 +274,10 @@ class Rows:
             torch.ops.aten._assert_async.msg(is_class.all(), f"a target is no class: classes are 0 to {num_classes - 1}")
 
     def _terms(self, part: slice) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Return the target, `own`, `smooth`, and whether the row counts, for each row of a chunk, as (num_rows, 1)."""
+        """Return, for each row of a chunk, the target, `own`, `smooth`, and whether the row counts, each as (num_rows, 1).
+
+        Rows whose target is ignored do not count; `smooth` is None without label smoothing.
+        """
         target = self._target[part, None]
         is_used = target != self._ignore_index
         target, used = torch.where(is_used, target, 0), is_used.to(self._dtype)
@@ -279,7 +285,7 @@ class Rows:
         return target, own, used * self._smooth if self._smooth else None, is_used
 
     def losses(self, log_probs: Tensor, part: slice) -> Tensor:
-        """Return the loss of each row of the chunk `part` from its log probabilities."""
+        """Return the loss of each row of a chunk from its log probabilities; `part` are the rows' indices."""
         target, own, smooth, is_used = self._terms(part)
         losses = -own * log_probs.gather(1, target)
         if smooth is not None:
@@ -288,7 +294,10 @@ class Rows:
         return losses.masked_fill_(~is_used, 0.0)[:, 0]
 
     def fused_(self, logits: Tensor, part: slice, scale: Tensor | float | None) -> Tensor:
-        """Return the losses of a chunk, and overwrite `logits` by their gradient unless `scale` is None, in one kernel."""
+        """Return the losses of the rows `part` by one kernel, which overwrites `logits` by `scale` times their gradient.
+
+        If `scale` is None, logits stay unmodified.
+        """
         if hasattr(logits, "fake_mode"):  # a trace: the kernel allocates nothing but the losses
             logits.mul_(1.0)
             return torch.empty(len(logits), dtype=self._dtype)
@@ -299,7 +308,7 @@ class Rows:
         return losses_and_gradient_(logits, self._target[part].contiguous(), numbers, weights, scale, self._scales)
 
     def gradient_(self, log_probs: Tensor, part: slice, scale: Tensor | float) -> Tensor:
-        """Return the gradient of a chunk's losses with respect to its logits, times `scale`; it overwrites `log_probs`."""
+        """Return `scale` times the gradient of the losses of the rows `part` for their logits, in the memory of `log_probs`."""
         target, own, smooth, _ = self._terms(part)
         own, smooth = own * scale, smooth * scale if smooth is not None else None
         gradient = log_probs.exp_().mul_(own if smooth is None else own + smooth * self.weights_sum)
@@ -310,13 +319,13 @@ class Rows:
 
 
 def values_in(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a weight in the dtype of products; a packed weight is decoded in this dtype at once."""
+    """Return a weight in `dtype`, that of matrix products; a packed weight is decoded directly into it."""
     packed = weight_of(weight) if isinstance(weight, PackedParameter) else None
     return weight.to(dtype) if packed is None else packed.decode(dtype)
 
 
 class Linear:
-    """A linear layer that is applied to one chunk of rows at a time; its gradients are summed over the chunks."""
+    """The output layer in a loss by chunks: it computes logits of some rows at a time, and adds up its gradients."""
 
     adapter: Linear | None = None
 
@@ -336,13 +345,13 @@ class Linear:
 
     @property
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of hidden states, weight and bias; None for those that are not required."""
+        """The gradients of hidden states, weight and bias; None for those that were not requested."""
         of_weight = self._of_weight[: self.num_classes] if self._of_weight is not None else None
         return self.of_hidden, of_weight, self.of_bias
 
     @staticmethod
     def of(tensors: Sequence[Any], problem: Problem, needs: Sequence[bool]) -> Linear:
-        """Return the layer with these tensors; `needs` tells for each tensor whether a gradient is required."""
+        """Return the layer of these tensors (hidden, weight, bias, an adapter's); `needs`: which of them need a gradient."""
         hidden, weight, bias, rows, adapter_weight = tensors
         linear = Linear(hidden, weight, bias, problem, tuple(needs[:3]))
         if rows is not None:
@@ -351,11 +360,11 @@ class Linear:
 
     @property
     def all_gradients(self) -> tuple[Tensor | None, ...]:
-        """The gradients of hidden states, weight, bias, and of the adapter's input and weight; None for those not required."""
+        """The gradients of hidden states, weight, bias, and the adapter's input and weight; None if not requested."""
         return *self.gradients, *(self.adapter.gradients[:2] if self.adapter is not None else (None, None))
 
     def logits(self, part: slice, *, tracks: bool) -> tuple[Tensor, Tensor]:
-        """Return the logits of a chunk before and after the transform.
+        """Return the logits of the rows `part`, before and after the transform.
 
         `tracks`: whether `add_gradients` will go back through the transform. Without a transform the logits have the columns of the padded
         weight; the columns behind `num_classes` are zero.
@@ -373,7 +382,7 @@ class Linear:
             return logits.requires_grad_(tracks), self._transform(logits)
 
     def add_gradients(self, part: slice, logits: tuple[Tensor, Tensor], gradient: Tensor) -> None:
-        """Add what the gradient of a chunk's logits contributes to the layer's gradients."""
+        """Add what the rows `part` contribute to the layer's gradients; `gradient` is that of their logits after the transform."""
         before, after = logits
         gradient = gradient.to(after.dtype)
         if isinstance(self._transform, Elementwise):
@@ -399,9 +408,9 @@ class Linear:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The autograd function of the loss, which computes the gradients in forward unless reduction is "none".
+    """The autograd function of the loss in chunks; unless reduction is "none", forward computes the gradients, too.
 
-    Tensors: rows (num_rows, size), weight (num_classes, size), bias, and an adapter's rows and weight, or None.
+    Its tensors are rows (num_rows, size), weight (num_classes, size), bias, and an adapter's rows and weight, or None.
     """
 
     @staticmethod
@@ -419,7 +428,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        """Return the gradients of hidden, weight, bias and the adapter."""
+        """Return the gradients of hidden states, weight, bias and adapter, multiplied by `grad`."""
         if torch.is_grad_enabled():  # create_graph=True: the gradients were computed in forward and have no graph
             raise RuntimeError(SECOND)
         if ctx.problem.options.reduction == "none":
@@ -447,7 +456,7 @@ def _scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype | None, 
 
 
 def run_chunks(linear: Linear, problem: Problem, scale: Tensor | float | None) -> tuple[Tensor, Tensor]:
-    """Compute the losses of all rows chunk by chunk; return them and the sum of their class weights.
+    """Compute the losses of all rows, a chunk of rows at a time; return them and the sum of the targets' class weights.
 
     Unless `scale` is None, gradients are added to `linear`. `scale`: a factor of the gradients, a number or (num_rows, 1).
     """
@@ -467,7 +476,7 @@ def run_chunks(linear: Linear, problem: Problem, scale: Tensor | float | None) -
             del log_probs
         if scale is not None:
             linear.add_gradients(part, logits, values)
-        del logits, values  # before the next chunk's logits
+        del logits, values  # to free them before the next chunk's logits are computed
     return torch.cat(losses) if losses else problem.target.new_zeros(0, dtype=dtype), rows.total
 
 
@@ -485,12 +494,12 @@ def _parts(num_rows: int, size: int) -> Iterator[slice]:
 
 
 def accumulation_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in which losses are computed: float64 for float64, and float32 for all others."""
+    """Return the dtype in which losses are computed for logits of `dtype`: float64 for float64, otherwise float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def scale_of_rows(problem: Problem, num_rows: int) -> float:
-    """Return the factor by which gradients are scaled between forward and backward: 1, or less in float16 to avoid overflow."""
+    """Return a factor that keeps gradients from overflowing in float16 until they are divided by it again; 1 elsewhere."""
     if problem.settings.dtype is not torch.float16 or num_rows <= FLOAT16_SUM:
         return 1.0
     return 2.0 ** -ceil(log2(num_rows / FLOAT16_SUM))

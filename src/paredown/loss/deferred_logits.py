@@ -1,4 +1,4 @@
-"""Logits that are not computed until something reads them: cross entropy reads them in chunks, so that all of them never exist.
+"""`DeferredLogits` are computed only if something reads them; cross entropy computes them chunk by chunk.
 
 In training, the output head of a language model (loss/output_head.py) returns `DeferredLogits`, which hold the hidden states:
 
@@ -16,7 +16,7 @@ All logits are computed at most once, under the autocast settings of the head's 
 writes into them, registers a hook on them, or returns something that shares their memory (`.data`, `.detach()`, a view) makes them
 ordinary logits for all later functions.
 
-The operands of the head are held as they were at its call (loss/held_linear.py). Errors: logits that are first read after an operand has
+The operands of the head are kept as they were at its call (loss/held_linear.py). Errors: logits that are first read after an operand has
 changed, which cannot be computed any more; and requests of the logits' gradient after a loss in chunks, which has none.
 """
 
@@ -58,7 +58,7 @@ from paredown.loss.recorded_calls import (
 from paredown.optim.packed_parameter import KINDS, OTHERS, SIZES, WRITES
 
 ABOUT = frozenset((*SIZES, *KINDS, *OTHERS, "__hash__", "requires_grad_"))  # functions that need no values
-NEED_VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag", "data", "grad"))  # attributes that do
+NEED_VALUES = frozenset(("T", "H", "mT", "mH", "real", "imag", "data", "grad"))  # attributes that need values
 SUMS = frozenset(("add", "__add__", "__radd__"))
 HOOKS = frozenset(("register_hook", "retain_grad", "register_post_accumulate_grad_hook"))
 NUMBERS = (float, bool, str, type(None))  # results that share no memory
@@ -70,15 +70,15 @@ NO_GRADIENT = (
 
 @dataclass(eq=False)
 class HeadUse:
-    """Counts of the logits of the output head at `path`: how many were deferred, used by a loss in chunks, or computed in full.
+    """Counts of what happened to the logits of the output head at `path`; deferred ones are computed later, or never.
 
     `num_deferred`: times that they were deferred. `num_losses`: losses in chunks (those inside of compiled graphs count once).
     `num_graphs`: compiled graphs that have the head. `requests`: the functions that needed all logits.
     """
 
     path: str
-    device: str | None = None  # type of the device of the loss, where that is not the device of the tensors (traces)
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # of losses in chunks: traces record their memory
+    device: str | None = None  # type of the device that a trace is for, which fake tensors do not have
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # of losses in chunks: in it traces record memory
     num_deferred: int = 0
     num_losses: int = 0
     num_graphs: int = 0
@@ -87,7 +87,7 @@ class HeadUse:
 
 
 class LogitsFamily:
-    """One output of the output head, with all deferred tensors that were made from it."""
+    """What deferred logits (not computed yet) from one call of the output head share: that call, and its logits once computed."""
 
     def __init__(self, use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) -> None:
         self.use, self.linear = use, linear
@@ -96,12 +96,12 @@ class LogitsFamily:
         mixed = any(operand is not dtype for operand in linear.dtypes)
         self.is_autocast = torch.is_autocast_enabled(self.device) if dtype is None else mixed
         self.is_real = False  # whether all functions use real logits from now on
-        self.has_loss = False  # in chunks
+        self.has_loss = False  # whether a loss in chunks was computed
         self.members: list[weakref.ref[DeferredLogits]] = []
         self._logits: Tensor | None = None
 
     def logits(self) -> Tensor:
-        """Return all logits of this call of the head, computed once."""
+        """Return all logits of this call of the output head, computed at the first request."""
         if self._logits is None:
             linear = self.checked()
             with torch.inference_mode(False), torch.enable_grad(), self.autocast():
@@ -109,16 +109,16 @@ class LogitsFamily:
         return self._logits
 
     def checked(self) -> HeldLinear:
-        """Return the call of the head; raise RuntimeError if hidden states or parameters were modified since."""
+        """Return the call of the output head; raise RuntimeError if its hidden states or parameters were modified since."""
         self.linear.check(self.use.path)
         return self.linear
 
     def autocast(self) -> Any:
-        """Return the autocast settings under which the head was called."""
+        """Return a context with the autocast settings under which the output head was called."""
         return torch.autocast(self.device, dtype=self.dtype if self.is_autocast else None, enabled=self.is_autocast)
 
     def make_real(self) -> None:
-        """Compute all logits of this call of the head, before something writes to them."""
+        """Compute all logits of this call, and use real logits from now on, since something will write to them."""
         self.is_real = True
         for ref in self.members:
             member = ref()
@@ -127,22 +127,22 @@ class LogitsFamily:
 
 
 class DeferredLogits(Tensor):
-    """A tensor subclass for logits that are not computed yet; they consist of hidden states and recorded calls."""
+    """Logits that are not computed yet: a tensor subclass that holds hidden states and the functions to apply after the head."""
 
     is_deferred = True
     family: LogitsFamily
     rows: Tensor  # hidden states, of the shape of the logits but for the last dimension
-    calls: tuple[RecordedCall, ...]  # elementwise ones, in order
+    calls: tuple[RecordedCall, ...]  # elementwise calls so far, in order
     form: Layout
-    parent: DeferredLogits | None  # with the call that made this from it
+    parent: DeferredLogits | None  # the logits from which `call` made these
     call: RecordedCall | None
-    adapter: tuple[Tensor, DeferredLogits] | None  # scaled rows of the logits that are added, and those
+    adapter: tuple[Tensor, DeferredLogits] | None  # an adapter's scaled hidden states, and its logits, which are added
     is_class_first: bool  # whether the classes are dimension 1, as cross entropy takes more than two dimensions
     _logits: Tensor | None
 
     @staticmethod
     def __new__(cls: type[DeferredLogits], family: LogitsFamily, rows: Tensor, layout: Layout) -> DeferredLogits:
-        """Return deferred logits with this size, strides and dtype, without memory."""
+        """Return deferred logits with the size, strides and dtype of `layout`, which take no memory; `rows`: hidden states."""
         made: DeferredLogits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, layout.size, strides=layout.stride, dtype=layout.dtype, device=rows.device
         )
@@ -153,7 +153,7 @@ class DeferredLogits(Tensor):
         return made
 
     def logits(self) -> Tensor:
-        """Return the computed logits, computed once."""
+        """Return these logits as an ordinary tensor, computed at the first request."""
         if self._logits is None:
             if self.parent is None or self.call is None:
                 self._logits = self.family.logits()
@@ -168,7 +168,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run operations that come from C++ on computed logits."""
+        """Run an operator that C++ code calls with deferred logits, after computing them."""
         given = args, kwargs or {}
         if func._schema.is_mutable:
             make_real(given)
@@ -177,7 +177,7 @@ class DeferredLogits(Tensor):
 
 
 def call_deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of a torch function that has deferred logits among its arguments."""
+    """Return func(*args, **kwargs) for a torch function with deferred logits as arguments; the result may be deferred, too."""
     name = name_of(func)
     first: Any = args[0] if args else None
     is_attribute = getattr(func, "__name__", "") == "__get__"
@@ -207,7 +207,7 @@ def call_deferred(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def call_eagerly() -> Any:
-    """Return `call_deferred`, excluded from compilation, so that compiled loss functions can call it."""
+    """Return `call_deferred` as a function that torch.compile does not trace, so that compiled loss functions can call it."""
     return _disabled() if "torch._dynamo" in sys.modules else call_deferred
 
 
@@ -220,12 +220,12 @@ call_eagerly._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def deferred_in(arguments: Any) -> list[DeferredLogits]:
-    """Return the deferred logits in the arguments of a call."""
+    """Return the deferred logits (not computed yet) in the arguments of a call, which may be nested."""
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, DeferredLogits)]
 
 
 def current(arguments: Any) -> Any:
-    """Return `arguments` in which deferred logits are replaced by computed ones where these exist already."""
+    """Return `arguments`, in which deferred logits that something has made real are replaced by these real logits."""
     is_current = lambda leaf: isinstance(leaf, DeferredLogits) and leaf.family.is_real  # noqa: E731
     return tree_map(lambda leaf: leaf.logits() if is_current(leaf) else leaf, arguments)
 
@@ -244,19 +244,19 @@ def name_of(func: Any) -> str:
 
 
 def real_of(logits: DeferredLogits, name: str) -> Tensor:
-    """Return the computed logits, and record that the function `name` needed all of them."""
+    """Return the logits as an ordinary tensor, and record that the function `name` needed all of them."""
     logits.family.use.requests[name] += 1
     return logits.logits()
 
 
 def make_real(arguments: Any) -> None:
-    """Compute the deferred logits in `arguments`, before something writes to them."""
+    """Compute the deferred logits in `arguments` for good, since a function will write to them or may share their memory."""
     for leaf in deferred_in(arguments):
         leaf.family.make_real()
 
 
 def computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Return the result of `func` on the computed logits."""
+    """Return func(*args, **kwargs) with computed logits in place of deferred ones; `name` is the function's."""
     given = args, kwargs
     if name in HOOKS or is_write(func, name, args, kwargs):
         make_real(given)
@@ -265,7 +265,7 @@ def computed(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def is_write(func: Any, name: str, args: Any, kwargs: Any) -> bool:
-    """Return whether a function may write to its arguments."""
+    """Return whether a function, called `name`, may write to its arguments."""
     if getattr(func, "__name__", "") in ("__set__", "__delete__") or "out" in kwargs or kwargs.get("inplace"):
         return True
     overloads = [getattr(func, one) for one in func.overloads()] if isinstance(func, torch._ops.OpOverloadPacket) else [func]
@@ -276,9 +276,9 @@ def is_write(func: Any, name: str, args: Any, kwargs: Any) -> bool:
 
 
 def without_aliases(result: Any, arguments: Any) -> Any:
-    """Return the result of a function of computed logits; if it may share their memory, stop deferring.
+    """Return `result` of a function of computed logits; if it may share their memory, use real logits from now on.
 
-    If the result may share their memory, later writes could change them, so the real logits are used from then on.
+    Later writes to such a result could change the logits, so all later functions must see them.
     """
     members = deferred_in(arguments)
     storages = {member.logits().untyped_storage()._cdata for member in members}
@@ -296,7 +296,7 @@ def without_aliases(result: Any, arguments: Any) -> Any:
 
 
 def record(logits: DeferredLogits, call: RecordedCall) -> DeferredLogits | None:
-    """Return deferred logits for the result of `call` on `logits`; None if that call must be computed."""
+    """Return the result of `call` on deferred logits, itself deferred; None if the call needs the logits' values at once."""
     if logits.is_class_first or any(isinstance(leaf, Tensor) for leaf in tree_leaves((call.args, call.kwargs))):
         return None
     if call.name in SWAPS:
@@ -316,7 +316,7 @@ def record(logits: DeferredLogits, call: RecordedCall) -> DeferredLogits | None:
 
 
 def sum_of(terms: Sequence[Any]) -> DeferredLogits | None:
-    """Return the sum of two deferred logits, those of a head and of its adapter, as one deferred tensor; None for other terms."""
+    """Return the sum of the deferred logits of a head and of its LoRA adapter, itself deferred; None for other `terms`."""
     logits, other = terms[0], terms[-1]
     if len(terms) != 2 or not isinstance(other, DeferredLogits) or other.form.size != logits.form.size or other.family.is_real:
         return None
@@ -344,7 +344,7 @@ def sum_of(terms: Sequence[Any]) -> DeferredLogits | None:
 
 
 def derived(logits: DeferredLogits, call: RecordedCall, layout: Layout) -> DeferredLogits:
-    """Return deferred logits for the result of a recorded call, with the size, strides and dtype of `layout`."""
+    """Return the result of `call` on deferred logits, itself deferred, with the size, strides and dtype of `layout`."""
 
     def rows_of(rows: Tensor) -> Tensor:
         if call.name == "__getitem__":
@@ -371,7 +371,7 @@ def derived(logits: DeferredLogits, call: RecordedCall, layout: Layout) -> Defer
 
 
 def defer(use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) -> DeferredLogits:
-    """Return the deferred output of `linear`, whose product has `dtype` (None: the current autocast dtype)."""
+    """Return the output of `linear` as deferred logits, to be computed later; `dtype`: of the product (None: autocast's)."""
     family = LogitsFamily(use, linear, dtype)
     use.num_deferred += 1
     layout = Layout.contiguous(*linear.hidden.shape[:-1], linear.num_classes, dtype=family.dtype)
@@ -391,21 +391,21 @@ def defer(use: HeadUse, linear: HeldLinear, dtype: torch.dtype | None = None) ->
 
 
 class Recorded(torch.autograd.Function):
-    """The autograd function of deferred logits: of the head, a recorded call or a sum.
+    """The autograd function that makes deferred logits, from the call of the output head or from other deferred logits.
 
-    It gives them their grad_fn, for functions that autograd records without `__torch_function__`.
+    It gives them a grad_fn, for functions that autograd records without `__torch_function__`.
     """
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Tensor], gradients: Callable[..., Sequence[Tensor | None]], *inputs: Any) -> Tensor:
-        """Return the deferred tensor that `make` makes of `inputs`, whose gradients `gradients` returns."""
+        """Return the deferred logits that `make` returns; backward calls `gradients` for the gradients of `inputs`."""
         ctx.gradients = gradients
         return make()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        """Return the gradients of the inputs."""
+        """Return the gradients of `inputs`, which the function given to forward computes from that of the deferred logits."""
         return None, None, *ctx.gradients(grad, ctx.needs_input_grad[2:])
 
 
@@ -418,7 +418,7 @@ def _signature() -> inspect.Signature:
 
 
 def chunked_loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return F.cross_entropy of deferred logits, computed in chunks; None if the call needs all logits."""
+    """Return F.cross_entropy(*args, **kwargs) for deferred logits, computed in chunks; None if the call needs all logits."""
     bound = _signature().bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments

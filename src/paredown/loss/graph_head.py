@@ -1,6 +1,6 @@
-"""The output head in a graph of torch.compile: its cross entropy becomes one operator, and logits that leave the graph become deferred.
+"""`rewrite_head` puts a cross entropy in chunks into a graph of torch.compile, and defers logits that leave it.
 
-`rewrite_head` edits the graph that Dynamo makes, before autograd is traced. It follows the result of the head's linear layer through the
+It edits the graph that Dynamo makes, before autograd is traced. It follows the result of the head's linear layer through the
 functions that deferred logits record (loss/deferred_logits.py):
 
     linear -> float -> view -> cross_entropy      becomes   view of hidden states -> paredown::chunked_loss
@@ -39,9 +39,9 @@ IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", 
 
 @dataclass(frozen=True)
 class Followed:
-    """Logits at a node of a graph, followed from the head on, with their hidden states and the calls since.
+    """A node of a graph whose value is logits, with the hidden states and functions from which it can be computed.
 
-    `rows`: their hidden states, of the same shape but for the last dimension. `calls`: elementwise functions so far; `path`: the nodes
+    `rows`: its hidden states, of the same shape but for the last dimension. `calls`: elementwise functions so far; `path`: the nodes
     from the head on; `is_class_first`: the classes are dimension 1.
     """
 
@@ -53,13 +53,13 @@ class Followed:
 
     @property
     def value(self) -> Tensor:
-        """The logits as Dynamo traced them, a fake tensor."""
+        """The logits as Dynamo traced them: a fake tensor, with a shape and a dtype."""
         return self.node.meta["example_value"]
 
 
 @dataclass(frozen=True)
 class DeferredOutput:
-    """An output of a graph that was logits and now is their hidden states.
+    """How to restore one output of a rewritten graph, which was logits and now is their hidden states.
 
     `calls`: the functions that make the original output from deferred logits.
     """
@@ -72,14 +72,14 @@ class DeferredOutput:
 
 @dataclass(frozen=True)
 class DeferredOutputs:
-    """A function that turns the results of a rewritten graph into the original outputs, with deferred logits."""
+    """A function that restores the outputs of a rewritten graph at each call: hidden states become deferred logits."""
 
     use: HeadUse
     module: nn.Linear
     outputs: tuple[DeferredOutput, ...]
 
     def __call__(self, results: Any, inputs: Sequence[Any]) -> Any:
-        """Return the original outputs for one call, given the graph's results and inputs."""
+        """Return the original outputs, given the `results` of the rewritten graph and the `inputs` of this call."""
         results, made = list(results), dict[Any, Any]()
         for output in self.outputs:
             hidden, (weight, bias) = results[output.index], output.operands
@@ -94,9 +94,9 @@ class DeferredOutputs:
 
 
 def rewrite_head(gm: fx.GraphModule, inputs: Sequence[Any], module: nn.Linear, use: HeadUse) -> DeferredOutputs | None:
-    """Rewrite a graph of Dynamo so that the loss of `module`'s logits is computed in chunks.
+    """Rewrite a graph of Dynamo so that the loss of `module`'s logits is computed in chunks; `use` counts what was done.
 
-    `inputs`: the examples of its placeholders. Returns an object that restores the graph's original outputs at each call; None if the
+    `inputs`: examples of the graph's inputs. Returns an object that restores the graph's original outputs at each call; None if the
     graph does not have the module, or is left unmodified.
     """
     examples = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=False))
@@ -110,7 +110,10 @@ def rewrite_head(gm: fx.GraphModule, inputs: Sequence[Any], module: nn.Linear, u
 
 
 def is_head(node: fx.Node, examples: dict[fx.Node, Any], module: nn.Linear) -> bool:
-    """Return whether a node of a graph is the linear function of `module`, with gradients."""
+    """Return whether a node of a graph calls the linear function of `module`, which must be in training mode.
+
+    `examples` has an example of each input of the graph. The node's result must require a gradient.
+    """
     if node.op != "call_function" or node.target not in LINEARS or node.kwargs or not isinstance(node.args[1], fx.Node):
         return False
     value = node.meta.get("example_value")
@@ -118,7 +121,7 @@ def is_head(node: fx.Node, examples: dict[fx.Node, Any], module: nn.Linear) -> b
 
 
 class HeadGraph:
-    """A graph with one call of the output head, and its rewriting."""
+    """The rewriting of a graph for one call of the output head: it follows the logits, then replaces losses and outputs."""
 
     def __init__(self, gm: fx.GraphModule, linear: fx.Node, use: HeadUse, places: dict[fx.Node, int]) -> None:
         self.graph, self.linear, self.use, self.places = gm.graph, linear, use, places
@@ -132,7 +135,7 @@ class HeadGraph:
         self.followed: list[fx.Node] = []
 
     def rewrite(self) -> list[DeferredOutput]:
-        """Replace all logits unless something needs their values, and return the graph's outputs that were logits."""
+        """Replace all logits, unless something needs their values; return how to restore outputs of the graph that were logits."""
         before = list(self.graph.nodes)
         self._follow(Followed(self.linear, self.hidden))
         self.readers += self._writers(before[before.index(self.linear) + 1 :])
@@ -151,16 +154,15 @@ class HeadGraph:
         return outputs
 
     def _erase(self, kept: list[fx.Node]) -> None:
-        """Erase nodes without users, except for `kept`."""
         known = set(kept)
         for node in reversed(list(self.graph.nodes)):
             if node not in known and not node.users and node.op != "output":
                 self.graph.erase_node(node)
 
     def _writers(self, later: list[fx.Node]) -> list[str]:
-        """Return the names of in-place functions after the head that write to a tensor which the head read.
+        """Return the names of functions among the nodes `later` that write to the head's input, weight or bias in place.
 
-        The loss in chunks is computed later than the head, and would read what they wrote.
+        The loss in chunks is computed later than the head was, and would read the new values.
         """
         read = {storage_of(t.meta["example_value"]) for t in (self.hidden, self.weight, self.bias) if t is not None}
         tensors = [(node, [i.meta.get("example_value") for i in node.all_input_nodes]) for node in later if is_in_place(node)]
@@ -201,7 +203,7 @@ class HeadGraph:
         self.returned.append((logits, output))
 
     def _followed(self, logits: Followed, user: fx.Node, name: str) -> Followed | None:
-        """Return the deferred logits after the function `name` (node `user`); None if the function cannot be deferred."""
+        """Return what the logits become at the node `user`, which calls the function `name`; None if it needs their values."""
         value = user.meta.get("example_value")
         if not isinstance(value, Tensor) or logits.is_class_first or value.device != logits.value.device:
             return None
@@ -238,7 +240,7 @@ class HeadGraph:
         return replace(found, calls=(*logits.calls, call))
 
     def _same(self, node: fx.Node, rows: fx.Node) -> fx.Node:
-        """Insert the call of `node` on the hidden states `rows` instead of the logits, and return the new node."""
+        """Insert a call that does to the hidden states `rows` what `node` does to the logits, and return its node."""
         with self.graph.inserting_before(node):
             return self.graph.create_node(node.op, node.target, (rows, *node.args[1:]), dict(node.kwargs))
 
@@ -253,7 +255,7 @@ class HeadGraph:
     # --- writing ---
 
     def _replace_loss(self, logits: Followed, given: dict[str, Any]) -> None:
-        """Replace a cross entropy by the operator that computes it in chunks. `given`: its arguments by name."""
+        """Replace a cross entropy by the operator that computes it in chunks; `given` are its arguments by name."""
         node, graph = logits.path[-1], self.graph
         wanted: Tensor = node.meta["example_value"]
         settings = self._settings(logits, given)
@@ -286,7 +288,7 @@ class HeadGraph:
         )
 
     def _replace_output(self, logits: Followed, output: fx.Node) -> list[DeferredOutput]:
-        """Replace the logits among the graph's outputs by the hidden states; return how to restore each output."""
+        """Replace `logits` among the graph's outputs by hidden states; return how to restore each of these outputs."""
         values = list(output.args[0])  # type: ignore[arg-type]
         places = [index for index, value in enumerate(values) if value is logits.node]
         output.args = (tuple(self.hidden if value is logits.node else value for value in values),)
@@ -302,7 +304,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """Return whether a node may write to one of its arguments."""
+    """Return whether the function that a node calls may write to one of its arguments."""
     name = name_of(node)
     has_mark = (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE or "out" in node.kwargs
     return has_mark or node.kwargs.get("inplace") is True or (callable(node.target) and True in node.args and name != "getitem")
@@ -323,7 +325,7 @@ def is_class_first(value: Tensor, before: Tensor) -> bool:
 
 
 def cross_entropy_arguments(node: fx.Node, logits: Followed) -> dict[str, Any] | None:
-    """Return the arguments of F.cross_entropy by name; None if the loss needs all logits."""
+    """Return, by name, the arguments with which a node calls F.cross_entropy; None if that call needs all logits."""
     bound = inspect.signature(functional.cross_entropy).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -341,7 +343,7 @@ def cross_entropy_arguments(node: fx.Node, logits: Followed) -> dict[str, Any] |
 
 
 def as_function(node: fx.Node, logits: fx.Node) -> Callable[[Any], Any]:
-    """Return a node's call as a function of the logits alone."""
+    """Return the call of `node` as a function of one of its inputs, `logits`, with all other arguments fixed."""
     function = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
     args, kwargs = node.args, dict(node.kwargs)
     return lambda value: function(*(value if arg is logits else arg for arg in args), **kwargs)

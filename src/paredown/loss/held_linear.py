@@ -1,4 +1,4 @@
-"""`HeldLinear`: the operands of one call of F.linear, held so that it can be computed later as it would have been computed then.
+"""`HeldLinear` keeps the operands of one call of F.linear, so that its output can be computed later, unchanged.
 
     the graph       an alias of each operand, made at the call: later freezing, `detach_()` and replacing of parameters change nothing
     the values      `check` raises where they are no longer those of the call: by version numbers, by the memory that a tensor has, and on a
@@ -27,11 +27,11 @@ CHANGED = (
     "the logits of {path} were not computed, because the loss reads them in chunks, and {what} changed since: they cannot be computed any "
     "more. Read them before optimizer.step(), or call paredown.apply(plan, model, chunked_loss=False)."
 )
-PRINTED_VALUES = 2**20  # of a matrix, multiplied at a time
+PRINTED_VALUES = 2**20  # values of a matrix that are multiplied at a time
 
 
 class HeldLinear:
-    """The input, weight and bias of one call of F.linear, held so that its output can be computed later."""
+    """One call of F.linear whose output is computed later: its input, weight and bias, as they were at the call."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self._hidden, self._weight = HeldTensor(hidden, "the input of the layer"), HeldTensor(weight, "its weight")
@@ -41,30 +41,30 @@ class HeldLinear:
         self.dtypes = [held.alias.dtype for held in self._all]
 
     def check(self, path: str) -> None:
-        """Raise RuntimeError if an operand was modified since the call; `path` names the layer in the message."""
+        """Raise RuntimeError if input, weight or bias was modified since the call; the message names the layer by `path`."""
         for held in self._all:
             if held.has_changed():
                 raise RuntimeError(CHANGED.format(path=path, what=held.name))
 
     def forward(self) -> Tensor:
-        """Return the output of the held call, computed now."""
+        """Compute the output of the call of F.linear now, and return it."""
         return functional.linear(self.hidden, *self.operands())
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of the held call, packed if they are packed, with gradients."""
+        """Return weight and bias of the call of F.linear, packed if they are stored packed; gradients flow to both."""
         return self._weight.operand(), self._bias.operand() if self._bias is not None else None
 
     def values(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of the held call, decoded if they are packed, with gradients."""
+        """Return weight and bias of the call of F.linear, decoded if they are packed; gradients flow to both."""
         return self._weight.values(), self._bias.values() if self._bias is not None else None
 
 
 class HeldTensor:
-    """An operand of a held call, with a view that keeps its memory and its autograd graph as they were."""
+    """An argument of a call of F.linear, and an alias that keeps the memory and autograd graph that it had at the call."""
 
     def __init__(self, given: Tensor, name: str) -> None:
         self.given, self.name = given, name
-        self._packed = weight_of(given)  # in the forward of its module, a packed parameter has the class of others
+        self._packed = weight_of(given)  # in the forward of its module, a packed parameter has the class nn.Parameter
         self._needs_grad, self._version = given.requires_grad, version_of(given)
         self._print = fingerprint(given) if self._packed is None else None
         with torch.enable_grad():
@@ -74,7 +74,7 @@ class HeldTensor:
                 self.alias = PackedAlias.apply(given) if given.requires_grad else view_of(given)
 
     def has_changed(self) -> bool:
-        """Return whether the operand's values were modified since the call, as far as can be seen."""
+        """Return whether the tensor's values were modified since the call; some writes through `.data` are not noticed."""
         if version_of(self.given) != self._version:
             return True
         if (
@@ -82,12 +82,12 @@ class HeldTensor:
             and has_storage(self.given)
             and self.given.untyped_storage()._cdata != self.alias.untyped_storage()._cdata
         ):
-            return True  # of p.data = other, and model.half()
+            return True  # after p.data = other, or model.half()
         now = fingerprint(self.alias) if self._print is not None else None
         return now is not None and self._print is not None and not torch.equal(now, self._print)
 
     def operand(self) -> Tensor:
-        """Return the operand as it was when the layer was called; packed parameters are returned packed.
+        """Return the tensor as it was at the call of F.linear; a packed parameter is returned packed.
 
         If a packed parameter was frozen or unfrozen since the call, return the alias.
         """
@@ -95,7 +95,7 @@ class HeldTensor:
         return self.given if is_same else self.alias
 
     def values(self) -> Tensor:
-        """Return the values of the operand as they were when the layer was called, decoded if packed."""
+        """Return the tensor's values as they were at the call of F.linear, decoded if the parameter is packed."""
         if self._packed is None:
             return self.alias
         if self._needs_grad and torch.is_grad_enabled():
@@ -104,11 +104,11 @@ class HeldTensor:
 
 
 class PackedAlias(torch.autograd.Function):
-    """The autograd function that makes a view of a packed parameter without decoding it."""
+    """The autograd function that makes a view of a packed parameter, through which gradients flow, without decoding it."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor) -> Tensor:
-        """Return the view; nothing is decoded."""
+        """Return a view of the packed parameter; nothing is decoded."""
         return view_of(packed)
 
     @staticmethod
@@ -118,13 +118,13 @@ class PackedAlias(torch.autograd.Function):
 
 
 def version_of(tensor: Tensor) -> Any:
-    """Return a value that changes whenever a tensor is written to other than through `.data`."""
+    """Return a value that differs after every write to a tensor, except for writes through `.data`."""
     weight, owner = weight_of(tensor), owner_of(tensor)
     return tensor._version if weight is None else weight.version, owner.updates if owner is not None else 0
 
 
 def fingerprint(tensor: Tensor) -> Tensor | None:
-    """Return one number per row of a matrix, by which changes of the row are noticed; None if values cannot be read now.
+    """Return one number per row of a matrix, which shows later whether values were changed; None if they cannot be read now.
 
     >>> weight = nn.Parameter(torch.eye(3))
     >>> before = fingerprint(weight)

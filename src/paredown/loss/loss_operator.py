@@ -1,4 +1,4 @@
-"""`paredown::chunked_loss`: an output head and its cross entropy as one operator of torch, which compiled graphs call.
+"""`paredown::chunked_loss` is an operator of torch for compiled graphs: an output head and its cross entropy together.
 
 It computes what `chunked_cross_entropy` computes, with the same chunks. Its results are new tensors: the loss, the factor of the gradients,
 and the gradients of hidden states, weight and bias, which backward multiplies by the factor and by the incoming gradient: operations that
@@ -43,9 +43,9 @@ TENSORS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor? cl
 
 @dataclass(frozen=True)
 class OperatorSettings:
-    """The settings of a loss in chunks that are passed to an operator of torch as one text.
+    """The settings of a loss in chunks as one value, which `text` turns into an argument of an operator of torch.
 
-    `dtype`: of matrix products. `device`: its type. `needs`: whether hidden, weight and bias need gradients.
+    `dtype`: of matrix products. `device`: a type such as "cuda". `needs`: whether hidden, weight and bias need gradients.
     """
 
     dtype: str
@@ -64,18 +64,18 @@ class OperatorSettings:
     @staticmethod
     @lru_cache(maxsize=64)
     def parse(text: str) -> OperatorSettings:
-        """Return the settings whose `text` this is."""
+        """Return the settings from which the property `text` made this text."""
         fields = json.loads(text)
         fields["needs"], fields["calls"] = tuple(fields["needs"]), tuple((name, value) for name, value in fields["calls"])
         return OperatorSettings(**fields)
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """The dtype of matrix products."""
+        """The dtype of matrix products, as a torch.dtype."""
         return getattr(torch, self.dtype)
 
     def problem(self, target: Tensor, class_weights: Tensor | None, num_classes: int) -> Problem:
-        """Return the arguments of the loss other than tensors with gradients, for a target of shape (num_rows,)."""
+        """Return a `Problem`, the arguments of the loss without gradients: target (num_rows,), class weights and settings."""
         options = CrossEntropy(class_weights, self.ignore_index, self.reduction, self.label_smoothing)
         num_rows = rows_of_chunk(num_classes, self.product_dtype, self.device)
         transform = Elementwise(self.calls) if self.calls else None
@@ -85,10 +85,9 @@ class OperatorSettings:
 def compute_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weights: Tensor | None, settings: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the loss, the gradients of `hidden`, `weight` and `bias`, and a factor by which these must be multiplied.
+    """Return the loss, the factor by which gradients must be multiplied, and the gradients of `hidden`, `weight`, `bias`.
 
-    Shapes: `hidden` (num_rows, size), `weight` (num_classes, size). `settings`: the text of `OperatorSettings`. A gradient is empty if it
-    is not needed.
+    `hidden` is (num_rows, size), `weight` (num_classes, size). `settings`: the text of `OperatorSettings`. Gradients not needed are empty.
     """
     parsed = OperatorSettings.parse(settings)
     problem = parsed.problem(target, class_weights, weight.shape[0])
@@ -123,7 +122,7 @@ def compute_gradients(
 
 
 def _filled(gradients: Sequence[Tensor | None], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three gradients with empty tensors in place of None, which operators cannot return."""
+    """Return the gradients with empty tensors in place of None, which operators cannot return, on the device of `hidden`."""
     of_hidden, of_weight, of_bias = (hidden.new_empty(0) if g is None else g for g in gradients)
     return of_hidden, of_weight, of_bias
 
@@ -178,7 +177,7 @@ def _(
 
 
 def _loss_dtype(settings: OperatorSettings) -> torch.dtype:
-    """Return the dtype of the loss: float64 if the recorded casts make the logits float64, otherwise float32."""
+    """Return the dtype of the loss: float64 if the transform in `settings` casts logits to it, otherwise float32."""
     casts = [value for name, value in settings.calls if name == "to"]
     return accumulation_dtype(getattr(torch, casts[-1] if casts else settings.dtype))
 

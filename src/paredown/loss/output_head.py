@@ -1,4 +1,4 @@
-"""`OutputHead`: finds the output head of a language model and defers its logits (loss/deferred_logits.py), by a hook on the head.
+"""`OutputHead` finds the output head of a language model and defers its logits, by a hook (loss/deferred_logits.py).
 
 The hook replaces the input of the head by a `HeadInput`; the unmodified forward of nn.Linear calls `F.linear` with it, which returns
 deferred logits. That happens in training mode with gradients enabled; evaluation and generation are not affected.
@@ -45,7 +45,7 @@ HOOKED = "a full backward hook reads the gradient of its output"
 SHARDED = (
     "fully_shard frees its weight after the forward pass: call paredown.loss.chunked_cross_entropy in the forward of its module"
 )
-LOSS_SLOTS = (":log_softmax.output", ":nll_loss.input", ":nll_loss.output")  # of a model that computes its loss
+LOSS_SLOTS = (":log_softmax.output", ":nll_loss.input", ":nll_loss.output")  # slots of a model that computes its loss
 SUBCLASS = "its class is {}, not nn.Linear: call paredown.loss.chunked_cross_entropy(hidden, weight, target) instead"
 NO_HEAD = (
     "no output head was found for {} x {:,} logits ({}): a head is the last nn.Linear with at least 8192 outputs, and twice as many as "
@@ -61,9 +61,9 @@ FUSED_LIBRARIES = {"trl": "TRL", "liger_kernel": "Liger"}  # package of a forwar
 
 
 class HeadInput(Tensor):
-    """A tensor subclass that stands for the input of the output head, of which `F.linear` returns deferred logits.
+    """A tensor subclass that replaces the input of the output head, so that its F.linear returns deferred logits.
 
-    All other functions get the plain hidden states.
+    All other functions get the hidden states themselves.
     """
 
     is_deferred = True
@@ -73,7 +73,7 @@ class HeadInput(Tensor):
 
     @staticmethod
     def __new__(cls: type[HeadInput], hidden: Tensor, use: HeadUse, module: nn.Linear) -> HeadInput:
-        """Return a tensor that stands for `hidden`, the input of `module`."""
+        """Return a tensor that stands for `hidden`, the input of the output head `module`; `use` counts what happens."""
         made: HeadInput = Tensor._make_wrapper_subclass(cls, (0,), device=hidden.device)  # type: ignore[attr-defined]
         made.hidden, made.use, made.module = hidden, use, module
         return made
@@ -94,7 +94,7 @@ class HeadInput(Tensor):
 
 
 class OutputHead:
-    """The output head of `model`, with hooks that defer its logits.
+    """The output head of a language model, with hooks that defer its logits, so that the loss is computed in chunks.
 
     It is the last nn.Linear with at least 8192 outputs, and at least twice as many as inputs, that is not in an nn.ModuleList (the
     repeated layers) and whose outputs are no other linear layer's inputs. Models without one are left unmodified.
@@ -113,20 +113,20 @@ class OutputHead:
         self._hook = Hook(self._enter)
         self._hook.is_traced = traced_device is not None
         self._handles: list[Any] = []
-        self._num_compiled = 0  # graphs
+        self._num_compiled = 0  # number of compiled graphs
 
     @property
     def is_found(self) -> bool:
-        """Whether the model has an output head."""
+        """Whether the model has an output head, as this class defines it."""
         return self._module is not None
 
     @property
     def slots(self) -> frozenset[str]:
-        """The names of slots that the unmodified model has and that a loss in chunks does not save."""
+        """The names of those tensors that autograd saves in the unmodified model, and a loss in chunks does not."""
         return frozenset((f"{self.use.path}:input", *LOSS_SLOTS)) if self.use.num_deferred else frozenset()
 
     def attach(self) -> None:
-        """Register the hooks that defer the logits, unless there is a reason not to."""
+        """Register the hooks that defer the logits, unless `reason` says why they must not be deferred."""
         module = self._module() if self._module is not None else None
         if module is not None and not self.reason:
             adapters = [part for ref in self._adapters if (part := ref()) is not None]
@@ -139,9 +139,9 @@ class OutputHead:
         self._handles = []
 
     def in_graph(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[Any, Sequence[Any]], Any] | None:
-        """Rewrite a graph of Dynamo so that the loss of the head is computed in chunks; return a function that restores outputs.
+        """Rewrite a graph of Dynamo so that the head's loss is computed in chunks; return a function that restores outputs.
 
-        Returns a function of (the graph's results, its inputs) that makes the outputs of a call; None if the outputs are unmodified.
+        The function makes a call's outputs from the graph's results and inputs; None if the outputs are unmodified.
         """
         module = self._module() if self._module is not None else None
         if self._adapters:
@@ -152,9 +152,9 @@ class OutputHead:
         return rewrite_head(gm, inputs, module, self.use)
 
     def reason_missing(self, shape: Sequence[int], nbytes: int) -> str:
-        """Return a sentence that the model has no output head whose loss can be in chunks; "" if logits are small.
+        """Return a sentence which says that no output head was found, though logits of this shape need one; "" otherwise.
 
-        It is "" if the logits have too few classes for chunks. `nbytes`: the bytes of the logits.
+        Logits with few classes need none: chunks would not pay off. `nbytes`: the bytes of the logits.
         """
         classes = shape[:2][-1] if shape else 0  # a cross entropy takes (rows, classes, ...) or (classes,)
         if not self._is_on or self.is_found or classes < MIN_CLASSES:
@@ -162,9 +162,9 @@ class OutputHead:
         return NO_HEAD.format(f"{math.prod(shape) // classes:,}", classes, say_bytes(nbytes))
 
     def rows(self, losses: Mapping[str, tuple[Sequence[int], int]] | None = None) -> Iterator[tuple[str, str, str, str]]:
-        """Yield a row (path, asked, given, reason) for `session.changes` if logits were not deferred, or all were needed.
+        """Yield a row (path, asked, given, reason) for `session.changes` for each reason why logits were not deferred.
 
-        `losses`: by slot name, shape and bytes of what cross entropies inside of the model saved.
+        `losses`: shapes and bytes of the tensors that cross entropies inside of the model saved, by name.
         """
         for slot, (shape, nbytes) in (losses or {}).items():
             if missing := self.reason_missing(shape, nbytes):
@@ -207,7 +207,7 @@ class OutputHead:
 
 
 def find_head(model: nn.Module) -> tuple[str, nn.Linear | None]:
-    """Return path and module of a model's output head; ("", None) if it has none."""
+    """Return the path and module of a model's output head, as `OutputHead` defines it; ("", None) if it has none."""
     linears = [(path, part) for path, part in model.named_modules() if isinstance(part, nn.Linear) and path]
     widths = {part.in_features for _, part in linears}
     repeated = [f"{path}." for path, part in model.named_modules() if isinstance(part, nn.ModuleList)]
@@ -223,7 +223,7 @@ def find_head(model: nn.Module) -> tuple[str, nn.Linear | None]:
 
 
 def adapters_of(model: nn.Module, path: str) -> list[nn.Linear]:
-    """Return the `lora_B` layers of LoRA adapters on a head; an empty list without adapters or with others."""
+    """Return the `lora_B` layers of LoRA adapters on the linear layer at `path`; [] if it has none, or others."""
     parent = model.get_submodule(path.rpartition(".")[0]) if path.endswith(f".{BASE}") else None
     layers: Any = getattr(parent, "lora_B", ())
     layers = list(layers.values()) if isinstance(layers, nn.ModuleDict) else [layers] if isinstance(layers, nn.Linear) else []
@@ -231,7 +231,7 @@ def adapters_of(model: nn.Module, path: str) -> list[nn.Linear]:
 
 
 def reason_to_leave(model: nn.Module, path: str, module: nn.Linear | None) -> str:
-    """Return why the logits of this head must not be deferred; "" if they can be."""
+    """Return why the logits of the output head `module` must not be deferred; "" if they can be, or `module` is None."""
     if module is None:
         return ""
     ancestors = [path.rsplit(".", count)[0] for count in range(1, path.count(".") + 1)]
@@ -241,7 +241,7 @@ def reason_to_leave(model: nn.Module, path: str, module: nn.Linear | None) -> st
 
 
 def library_of_loss(model: nn.Module, path: str) -> str:
-    """Return the name of a library (such as Liger) whose forward already computes head and loss together; "" if none does."""
+    """Return the name of a library (such as Liger) that has replaced the forward to fuse head and loss; "" if none has."""
     ancestors = [model.get_submodule(path.rsplit(".", count)[0]) for count in range(1, path.count(".") + 1)] if path else []
     for module in (model, *ancestors):
         function: Any = getattr(module.forward, "__func__", module.forward)
@@ -255,7 +255,7 @@ def library_of_loss(model: nn.Module, path: str) -> str:
 
 @contextmanager
 def chunked_loss(model: nn.Module, *, traced_device: str | None = None) -> Generator[OutputHead]:
-    """Return a context in which the loss of a model without a session is computed in chunks.
+    """Return a context in which the loss of a model without a session is computed in chunks, to save memory.
 
     `traced_device`: the device of `trace_step`, such as "cuda", if the model is traced inside the context.
     """

@@ -1,4 +1,4 @@
-"""Function calls that deferred logits record: which ones, the layout of their results, and elementwise ones as a transform of chunks.
+"""`RecordedCall` is a function call on deferred logits that is made later, on chunks of them.
 
 A call can be recorded if cross entropy can read its result from the hidden states: the last dimension, that of the classes, stays whole or
 becomes dimension 1, and values change by casts, scales and tanh alone.
@@ -25,7 +25,7 @@ SWAPS = frozenset(("transpose", "swapaxes", "swapdims", "permute", "movedim", "m
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """A function call on logits that is recorded, to be made on chunks of them later."""
+    """A function call on logits that is made later: on chunks of them by the loss, or on all if something reads them."""
 
     name: str
     func: Callable[..., Tensor]
@@ -33,26 +33,26 @@ class RecordedCall:
     kwargs: dict[str, Any]
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return the result of the recorded function on `logits`."""
+        """Call the recorded function on `logits`, and return its result."""
         return self.func(logits, *self.args, **self.kwargs)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The size, strides and dtype of logits."""
+    """The size, strides and dtype of logits, which are known before they are computed."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     def after(self, call: RecordedCall) -> Layout:
-        """Return the size, strides and dtype of the result of `call`; torch raises its own error if the call is not possible."""
+        """Return the layout of the result of `call` on logits of this layout; torch's own error is raised if it is impossible."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             result = call(torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta"))
             return Layout(tuple(result.size()), result.stride(), result.dtype)
 
     def class_first(self) -> Layout | None:
-        """Return the layout with the last dimension moved to dimension 1; None if there are fewer than three dimensions."""
+        """Return this layout with the classes, the last dimension, moved to dimension 1; None for fewer than three dimensions."""
         if len(self.size) < 3:
             return None
         size, stride = ((values[0], values[-1], *values[1:-1]) for values in (self.size, self.stride))
@@ -68,7 +68,7 @@ class Layout:
 
 
 def is_elementwise(call: RecordedCall) -> bool:
-    """Return whether a call casts logits, multiplies or divides them by a Python number, or takes tanh."""
+    """Return whether a call can be repeated chunk by chunk: a cast, a product or quotient with a Python number, or tanh."""
     if call.name in SCALES:
         return len(call.args) == 1 and type(call.args[0]) in (int, float) and not call.kwargs
     if call.name != "to":
@@ -80,7 +80,7 @@ def is_elementwise(call: RecordedCall) -> bool:
 
 
 def without_device(logits: Tensor, call: RecordedCall) -> RecordedCall:
-    """Return a call of `to` without its device argument if the logits are on that device already."""
+    """Return `call`, a call of `to`, without its device argument if `logits` are on that device already."""
     if "copy" in call.kwargs:
         return call
     device, dtype, *_ = torch._C._nn._parse_to(*call.args, **call.kwargs)
@@ -106,9 +106,9 @@ def keeps_last(index: Any, num_dims: int) -> bool:
 
 
 def transform_of(calls: tuple[RecordedCall, ...], dtype: torch.dtype) -> Elementwise | None:
-    """Return recorded elementwise calls as one transform of logits; None if only casts that the loss makes itself are left.
+    """Return recorded elementwise calls as one transform of logits; None if it is the identity for the loss.
 
-    `dtype`: that of the logits before the calls.
+    `dtype`: that of the logits before the calls. Final casts to float32 are left out, since the loss makes them.
     """
     found, layout = list[tuple[str, Any]](), Layout.contiguous(1, dtype=dtype)
     for call in calls:

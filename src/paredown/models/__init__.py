@@ -60,7 +60,7 @@ OF_PIXELS = frozenset({"unet"})  # models with a class for each pixel
 
 
 def random_batch(name: str, num: int, *, picture: int = PICTURE, length: int = LENGTH, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return random inputs and targets for MODELS[name], `num` examples; `picture` and `length` are sizes of larger models."""
+    """Return `num` random inputs and targets for MODELS[name]: square images with `picture` pixels a side, or `length` tokens."""
     source = torch.Generator().manual_seed(seed)
     if name in OF_TEXT:
         tokens = torch.randint(VOCABULARY, (num, length + 1), generator=source)

@@ -1,6 +1,6 @@
 """LoRA adapters as PEFT adds them to linear layers and to experts: y = base(x) + B(A(x)) * scale, with a frozen base.
 
-`add_lora` is for predictions and examples: adapters on the meta device need no memory. PEFT's own models need none of this.
+`add_lora` is for predictions of memory and for examples: adapters on the meta device need no memory. Models of PEFT do not need it.
 
 >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 >>> add_lora(model, rank=2, targets=("0",))
@@ -26,11 +26,11 @@ TRANSPOSED = "Conv1D"  # the linear layer of GPT-2 in transformers, whose weight
 ROUTER = "Router"  # the end of the names of routers' classes in transformers, which use their weight as linear layers do
 EXPERTS_NDIM, ROUTER_NDIM = 3, 2
 FUSED = "gate_up_proj"  # two linear layers in one parameter: PEFT gives it twice the rank
-SHOWN = 6  # names of layers in an error
+SHOWN = 6  # names of layers that an error lists
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer to whose output an adapter of low rank adds."""
+    """A frozen linear layer with a LoRA adapter: it returns base(x) + B(A(x)) * scale."""
 
     def __init__(self, base: nn.Module, rank: int) -> None:
         super().__init__()
@@ -40,12 +40,12 @@ class LoraLinear(nn.Module):
         self.lora_A, self.lora_B = _adapter(weight, inputs, rank, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of the frozen layer's output and the adapter's, scaled."""
+        """Return the output of the frozen layer plus the scaled output of the adapter."""
         return self.base_layer(x) + self.lora_B(self.lora_A(x)) * ALPHA
 
 
 class LoraParameter(nn.Module):
-    """A frozen module with W + B A * scale for its parameter W, `name`, of (outputs, inputs) or (experts, outputs, inputs)."""
+    """A frozen module that computes with W + B A * scale in place of W, its parameter of name `name`."""
 
     def __init__(self, base: nn.Module, name: str, rank: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class LoraParameter(nn.Module):
 
 
 def _adapter(weight: Tensor, inputs: int, rank: int, outputs: int) -> tuple[nn.Linear, nn.Linear]:
-    """Return the layers A and B of an adapter. B is zero, so that the adapted model computes what the base does at first."""
+    """Return the layers A and B of an adapter for `weight`; B is zero, so that the adapted model first computes the same."""
     where: Any = {"device": weight.device, "dtype": weight.dtype}
     a, b = nn.Linear(inputs, rank, bias=False, **where), nn.Linear(rank, outputs, bias=False, **where)
     nn.init.zeros_(b.weight)
@@ -81,16 +81,16 @@ def _adapter(weight: Tensor, inputs: int, rank: int, outputs: int) -> tuple[nn.L
 
 
 def _owner(module: nn.Module) -> Any:
-    """Return the module that owns the adapted parameter, which other adapters may wrap."""
+    """Return the module that has the adapted parameter: `module` itself, or the module inside of its adapters."""
     while isinstance(module, LoraParameter):
         module = module.base_layer
     return module
 
 
 def add_lora(model: nn.Module, rank: int, targets: Sequence[str] = ()) -> list[str]:
-    """Freeze `model`, add adapters to its linear layers, experts and routers, and return the paths of these layers and parameters.
+    """Freeze `model`, add adapters to its linear layers, experts and routers; return the paths of those that got one.
 
-    `targets`: patterns of paths, or last parts of paths as in PEFT (q_proj, to_out.0). Without any, all but the output head.
+    `targets`: patterns of paths, or last parts of paths as in PEFT (q_proj, to_out.0). Without targets, all but the head get one.
     """
     linear = [path for path, layer in model.named_modules() if type(layer) is nn.Linear or type(layer).__name__ == TRANSPOSED]
     weights = {**dict.fromkeys(linear), **_parameters(model)}
@@ -111,7 +111,7 @@ def add_lora(model: nn.Module, rank: int, targets: Sequence[str] = ()) -> list[s
 
 
 def _parameters(model: nn.Module) -> dict[str, str]:
-    """Return the paths and names of parameters that get adapters: weights of experts, and of the routers beside them.
+    """Return path and name of each parameter that gets an adapter: weights of experts, and of the routers beside them.
 
     Experts of (experts, inputs, outputs), which transformers marks as transposed, have no adapters: PEFT leaves them alone, too.
     """
@@ -132,7 +132,7 @@ def _is_target(path: str, targets: Sequence[str]) -> bool:
 
 
 def _without_head(model: nn.Module, paths: list[str]) -> list[str]:
-    """Return `paths` without the output head: the layer that a Hugging Face model names, else the last one outside of ModuleLists."""
+    """Return `paths` without that of the output head, which a Hugging Face model names; else the last outside ModuleLists."""
     find: Any = getattr(model, "get_output_embeddings", lambda: None)
     head = find()
     outside = [path for path in paths if not any(part.isdigit() for part in path.split("."))]

@@ -1,4 +1,4 @@
-"""ResNet-18 and ResNet-50 with torchvision's names and arithmetic, so that its weights can be loaded, and PEPPP's ResNet-18.
+"""ResNet-18 and ResNet-50 that can load torchvision's weights, and the ResNet-18 of the paper PEPPP.
 
     ResNet          x -> conv1 -> bn1 -> relu -> maxpool -> layer1 -> layer2 -> layer3 -> layer4 -> avgpool -> fc
     SumLastResNet   x -> conv1 -> bn1 -> relu -> layers -> mean -> fc        a layer: relu2(bn2(conv2(relu1(bn1(conv1(x)))))) + x
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 
 def conv3x3(num_in: int, num_out: int, stride: int = 1) -> nn.Conv2d:
-    """Return a 3 x 3 convolution that keeps height and width if `stride` is 1."""
+    """Return a 3 x 3 convolution, padded so that `stride` alone changes height and width."""
     return nn.Conv2d(num_in, num_out, 3, stride, padding=1, bias=False)
 
 
@@ -29,7 +29,7 @@ def conv1x1(num_in: int, num_out: int, stride: int = 1) -> nn.Conv2d:
 
 
 def shortcut(num_in: int, num_out: int, stride: int) -> nn.Sequential | None:
-    """Return the projection that a residual layer needs if input and output have different shapes; None if they are alike."""
+    """Return the projection that a residual layer needs if input and output differ in shape; None if they do not."""
     if stride == 1 and num_in == num_out:
         return None
     return nn.Sequential(conv1x1(num_in, num_out, stride), nn.BatchNorm2d(num_out))
@@ -58,7 +58,7 @@ class Basic(nn.Module):
 
 @final
 class Bottleneck(nn.Module):
-    """The residual layer of ResNet-50 and larger, which has convolutions of 1 x 1, 3 x 3 (with the stride) and 1 x 1."""
+    """The residual layer of ResNet-50 and larger: convolutions of 1 x 1, 3 x 3 (with the stride) and 1 x 1."""
 
     expansion = 4
 
@@ -81,7 +81,7 @@ class Bottleneck(nn.Module):
 
 @final
 class ResNet(nn.Module):
-    """A ResNet with four groups of residual layers; the last three groups halve height and width and double the channels."""
+    """A ResNet of four groups of residual layers; the last three groups halve height and width and double the channels."""
 
     def __init__(
         self, layer: type[Basic | Bottleneck], depths: Sequence[int], *, num_classes: int, width: int, small_input: bool
@@ -112,7 +112,7 @@ class ResNet(nn.Module):
 
 
 def _group(layer: type[Basic | Bottleneck], num_in: int, planes: int, depth: int, *, stride: int) -> nn.Sequential:
-    """Return `depth` residual layers; the first one has the stride, the others stride 1."""
+    """Return `depth` residual layers one after the other, of which the first has the `stride`, the others stride 1."""
     rest = (layer(planes * layer.expansion, planes, 1) for _ in range(depth - 1))
     return nn.Sequential(layer(num_in, planes, stride), *rest)
 

@@ -42,7 +42,7 @@ from paredown.models.resnet import conv1x1, conv3x3, shortcut
 
 @final
 class MLP(nn.Module):
-    """A network of linear layers, from each of `sizes` to the next, with ReLU between them.
+    """A network of linear layers with ReLU between them; `sizes` are those of input, hidden layers and output, in order.
 
     >>> [tuple(p.shape) for p in MLP(sizes=(4, 8, 2)).parameters()]
     [(8, 4), (8,), (2, 8), (2,)]
@@ -54,7 +54,7 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*[module for pair in pairs for module in pair][:-1])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (num, sizes[-1]) of inputs (num, ...) that flatten to sizes[0] values each."""
+        """Return logits (num, sizes[-1]) of `x`, (num, ...), whose other dimensions are flattened to sizes[0] values."""
         return self.layers(x.flatten(1))
 
 
@@ -97,7 +97,7 @@ class ConvNeXtLayer(nn.Module):
 
 @final
 class ConvNeXt(nn.Module):
-    """A ConvNeXt: groups of layers with a downsampling before each, then the mean over pixels, a norm and a linear head."""
+    """A ConvNeXt: groups of layers with a downsampling before each, then a mean over pixels, a norm and a head."""
 
     def __init__(
         self, *, depths: Sequence[int] = (3, 3, 9, 3), dims: Sequence[int] = (96, 192, 384, 768), num_classes: int = 1000
@@ -123,7 +123,7 @@ class ConvNeXt(nn.Module):
 
 
 def double_conv(num_in: int, num_out: int) -> nn.Sequential:
-    """Return a sequence of twice a 3 x 3 convolution, batch norm and ReLU."""
+    """Return a sequence of two 3 x 3 convolutions, each with a batch norm and a ReLU behind it."""
     return nn.Sequential(
         *(nn.Conv2d(num_in, num_out, 3, padding=1, bias=False), nn.BatchNorm2d(num_out), nn.ReLU(inplace=True)),
         *(nn.Conv2d(num_out, num_out, 3, padding=1, bias=False), nn.BatchNorm2d(num_out), nn.ReLU(inplace=True)),
@@ -132,7 +132,7 @@ def double_conv(num_in: int, num_out: int) -> nn.Sequential:
 
 @final
 class Up(nn.Module):
-    """A level of a U-Net's decoder: doubles height and width, concatenates the encoder's output of that level, and convolves both."""
+    """A level of a U-Net's decoder: it doubles height and width, appends the encoder's output, and convolves both."""
 
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits (num_pictures, num_classes, height, width) of pictures (num_pictures, num_channels, height, width)."""
+        """Return logits (num, num_classes, height, width) of pictures (num, num_channels, height, width)."""
         levels: list[Tensor] = []
         for down in self.down:
             levels.append(down(x))
@@ -173,7 +173,7 @@ class UNet(nn.Module):
 
 
 def scaled(channels: int, width: float, unit: int = 2) -> int:
-    """Return a number of channels times `width`, rounded up to a multiple of `unit`.
+    """Return `channels` times `width`, rounded up to a multiple of `unit`.
 
     >>> scaled(96, 1.0), scaled(16, 0.1), scaled(116, 0.25)
     (96, 2, 30)
@@ -188,7 +188,7 @@ def conv_norm(num_in: int, num_out: int, size: int, *rest: nn.Module) -> nn.Sequ
 
 @final
 class Fire(nn.Module):
-    """A SqueezeNet layer: a 1 x 1 convolution to `squeezed` channels, then 1 x 1 and 3 x 3 convolutions to half of the outputs each."""
+    """A SqueezeNet layer: a 1 x 1 convolution to few channels, then a 1 x 1 and a 3 x 3 one, whose outputs are concatenated."""
 
     def __init__(self, num_in: int, num_out: int, squeezed: int) -> None:
         super().__init__()
@@ -232,12 +232,12 @@ DEPTHS = (4, 8, 4)
 
 
 def depthwise(channels: int, stride: int) -> nn.Conv2d:
-    """Return a 3 x 3 depthwise convolution."""
+    """Return a 3 x 3 depthwise convolution, one filter per channel; it keeps height and width if `stride` is 1."""
     return nn.Conv2d(channels, channels, 3, stride, padding=1, groups=channels, bias=False)
 
 
 def interleaved(x: Tensor) -> Tensor:
-    """Return x with channels of its first and second half in turn: 0, n/2, 1, n/2 + 1, and so on.
+    """Return `x` with the channels of its two halves in turn: 0, n/2, 1, n/2 + 1, and so on, of n channels.
 
     >>> interleaved(torch.arange(4.0).view(1, 4, 1, 1)).flatten().tolist()
     [0.0, 2.0, 1.0, 3.0]
@@ -247,7 +247,7 @@ def interleaved(x: Tensor) -> Tensor:
 
 
 def conv_branch(num_in: int, num_out: int, stride: int) -> nn.Sequential:
-    """Return a sequence of a 1 x 1, a depthwise and a 1 x 1 convolution, with norms and ReLUs."""
+    """Return a 1 x 1, a 3 x 3 depthwise (with the stride) and a 1 x 1 convolution in sequence, with norms and ReLUs."""
     return nn.Sequential(
         *(conv1x1(num_in, num_out), nn.BatchNorm2d(num_out), nn.ReLU()),
         *(depthwise(num_out, stride), nn.BatchNorm2d(num_out)),
@@ -315,7 +315,7 @@ GROUPS = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3,
 
 @final
 class Inverted(nn.Module):
-    """An inverted residual layer of 1 x 1, depthwise and 1 x 1 convolutions: the first adds channels, the last removes them."""
+    """A residual layer of MobileNet-v2: a 1 x 1 convolution to more channels, a depthwise one, and a 1 x 1 to fewer."""
 
     def __init__(self, num_in: int, num_out: int, expansion: int, stride: int) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ class Inverted(nn.Module):
         self.downsample = shortcut(num_in, num_out, 1) if self.has_sum else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return a tensor (num, num_out, ...) from x of shape (num, num_in, ...), height and width divided by the stride."""
+        """Return a tensor (num, num_out, ...) from x, (num, num_in, ...), height and width divided by the stride."""
         out = self.way(x)
         return out + (x if self.downsample is None else self.downsample(x)) if self.has_sum else out
 

@@ -1,4 +1,4 @@
-"""ViT for images, GPT for text, both of one Transformer layer, and a language model on torch's LSTM.
+"""ViT for images and GPT for text, which use the same Transformer layer, and a language model on torch's LSTM.
 
     x <- x + project(attention(norm1(x)));   x <- x + mlp(norm2(x))
 
@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 
 class Scored(NamedTuple):
-    """The output of a language model with targets: logits (num_texts, length, vocabulary) and their mean cross entropy."""
+    """What a language model returns if it gets targets: logits (num_texts, length, vocabulary) and their mean loss."""
 
     logits: Tensor
     loss: Tensor
@@ -29,7 +29,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def scored(logits: Tensor, targets: Tensor | None) -> Tensor | Scored:
-    """Return logits alone, or with their loss if there are targets."""
+    """Return `logits` alone if `targets` is None, and otherwise the logits with their mean loss."""
     return logits if targets is None else Scored(logits, token_loss(logits, targets))
 
 
@@ -62,7 +62,7 @@ class ViTConfig:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes of a GPT; the defaults are GPT-2 with 124,439,808 parameters. `tied`: the head shares the token embedding."""
+    """The sizes of a GPT; the defaults are GPT-2, 124,439,808 parameters. `tied`: head and embedding share weights."""
 
     dim: int = 768
     num_layers: int = 12
@@ -75,7 +75,7 @@ class GPTConfig:
 
 @final
 class Attention(nn.Module):
-    """Multi-head scaled dot-product attention; with `causal`, positions attend only to earlier positions and themselves."""
+    """Multi-head scaled dot-product attention; with `causal`, each position attends to itself and earlier ones."""
 
     def __init__(self, config: LayerConfig, *, causal: bool) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class TransformerLayer(nn.Module):
 
 @final
 class ViT(nn.Module):
-    """A vision Transformer: patch embedding, a class token, Transformer layers, and a linear head on the class token."""
+    """A vision Transformer: patch embedding, class token, Transformer layers, and a linear head on the class token."""
 
     def __init__(self, config: ViTConfig | None = None) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor | Scored:
-        """Return logits (num_texts, length, vocabulary) of tokens (num_texts, length); with `targets` the loss too, as `.loss`."""
+        """Return logits (num_texts, length, vocabulary) of tokens (num_texts, length), and the loss with `targets`."""
         positions = torch.arange(ids.shape[1], device=ids.device)
         x = self.layers(self.dropout(self.tokens(ids) + self.positions(positions)))
         return scored(self.head(self.norm(x)), targets)
@@ -183,6 +183,6 @@ class LSTMModel(nn.Module):
         self.head = nn.Linear(dim, vocabulary)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor | Scored:
-        """Return logits (num_texts, length, vocabulary) of tokens (num_texts, length); with `targets` the loss too, as `.loss`."""
+        """Return logits (num_texts, length, vocabulary) of tokens (num_texts, length), and the loss with `targets`."""
         hidden, _ = self.lstm(self.dropout(self.tokens(ids)))
         return scored(self.head(self.dropout(hidden)), targets)

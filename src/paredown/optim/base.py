@@ -1,4 +1,4 @@
-"""The optimizer driver: a torch.optim.Optimizer for any update rule, with parameters, moments and gradients stored in low-bit formats.
+"""`Optimizer` is a torch.optim.Optimizer for any update rule, which stores its tensors in low-bit formats.
 
     backward   a hook processes each complete gradient and frees it (gradient_hooks.py)
     step       one launch for all parameters with the same layout: decode, rule, encode (batched_update.py)
@@ -70,7 +70,7 @@ GRADIENT_ID = 3  # offset of the tensor id for the random bits of an accumulator
 
 
 def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | GradientCopy | GradientMean | Releaser | None:
-    """Return the hook that processes a parameter's gradient as soon as backward has computed it; None if `step()` reads p.grad instead."""
+    """Return the hook that processes a parameter's gradient inside backward; None if `step()` reads p.grad instead."""
     parameter = entry.parameter
     if optimizer.memory.release:
         return _releaser(optimizer, entry)
@@ -83,7 +83,7 @@ def hook_of(optimizer: Optimizer, entry: ParameterState) -> Accumulator | Gradie
 
 
 def is_averaged_later(parameter: Tensor) -> bool:
-    """Return whether processes average this parameter's gradient after its hook has run, as under DistributedDataParallel."""
+    """Return whether processes average the gradient only after its hook has run, as under DistributedDataParallel."""
     is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return is_distributed and not isinstance(parameter, DTensor)
 
@@ -111,7 +111,7 @@ def _releaser(optimizer: Optimizer, entry: ParameterState) -> Releaser:
 
 
 def _weakly(function: Callable[..., Any], optimizer: Optimizer, entry: ParameterState) -> Callable[..., Any]:
-    """Return a function that calls `function(optimizer, entry, ...)` while both are alive, and does not keep them alive."""
+    """Return a function that calls `function(optimizer, entry, ...)`, or returns None once one of the two was deleted."""
     optimizer_ref, entry_ref = weakref.ref(optimizer), weakref.ref(entry)
 
     def call(*args: Any) -> Any:
@@ -132,7 +132,7 @@ NOT_PACKED = ("amsgrad", "differentiable", "capturable")  # options of torch.opt
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """The arguments of an optimizer that torch.optim's do not have: formats, roundings, release and microbatches."""
+    """The arguments that optimizers have beyond those of torch.optim; `optimizers.py` explains each."""
 
     tier: str | None = None
     weight: Any = FROM_TIER
@@ -146,20 +146,20 @@ class MemoryOptions:
     seed: int = 0
 
     def defaults(self) -> dict[str, Any]:
-        """Return the options that each parameter group may override, with their defaults."""
+        """Return the default options of a parameter group: tier, formats and roundings, each of which a group may override."""
         texts = {role.value: getattr(self, role.value) for role in OF_PARAMETER}
         formats = {name: value if value is None else str(value) for name, value in texts.items()}
         return {"tier": self.tier, **formats, "rounding": self.rounding}
 
 
 class Optimizer(torch.optim.Optimizer, ABC):
-    """The base class of SGD, AdamW, Lion and Muon.
+    """The base class of SGD, AdamW, Lion and Muon: a torch.optim.Optimizer that stores its tensors in low-bit formats.
 
     Subclasses define the update rule, its hyperparameters, and the torch.optim class for unpacked parameters.
     """
 
     rule_name: str
-    # for parameters no part of which is packed; None: there is none
+    # makes the torch.optim optimizer for parameters of which nothing is packed; None: torch has none for this rule
     torch_class: Callable[[list[dict[str, Any]]], Any] | None
 
     def __init__(self, params: Any, defaults: dict[str, Any], memory: MemoryOptions) -> None:
@@ -178,8 +178,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._entries: list[ParameterState] = []
         self._by_id: dict[int, ParameterState] = {}
         self._counts = UpdateCounters()
-        self._torch: Any = None  # what `torch_class` made
-        self._full: list[ParameterState] | None = None  # the entries that it updates
+        self._torch: Any = None  # the optimizer that `torch_class` made
+        self._full: list[ParameterState] | None = None  # the parameters that `_torch` updates
         self._batches = StepBatches(self)
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove_all, self._hooks)  # after the optimizer is deleted, gradients are ordinary tensors
@@ -191,7 +191,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
     def numbers(self, group: Mapping[str, Any], step: int, factor: float) -> Mapping[str, float]:
         """Return the update rule's hyperparameters at `step`, counted from 1, by their names in `rules.py`.
 
-        `group` is a parameter group; `factor` multiplies the gradients."""
+        `group` is a parameter group; `factor` multiplies the gradients.
+        """
 
     @abstractmethod
     def check_hyper(self, group: Mapping[str, Any]) -> None:
@@ -202,14 +203,17 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return self.rule
 
     def hyper(self, group: Mapping[str, Any], step: int, factor: float) -> tuple[float, ...]:
-        """Return what `numbers` returns for a parameter group at `step`, in the order of the rule's `hyper_names`."""
+        """Return the hyperparameters of a group at `step` (from 1) in the order of the rule's `hyper_names`.
+
+        `factor` multiplies the gradients.
+        """
         numbers = self.numbers(group, step, factor)
         return tuple(numbers[name] for name in self.rule_for(group).hyper_names)
 
     # --- groups -----------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as in torch.optim; it may have its own tier (a named set of formats), formats and roundings."""
+        """Add a parameter group, as torch.optim does; it may have its own tier (a named set of formats) and roundings."""
         super().add_param_group(param_group)
         group, index, num_before = self.param_groups[-1], len(self.param_groups) - 1, len(self._entries)
         try:
@@ -255,7 +259,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
             self._hooks.append(entry.hook)
 
     def _check_options(self, index: int, choices: SlotFormats) -> None:
-        """Raise OptimError if group `index` has options of torch.optim that packed state does not support."""
+        """Raise OptimError if parameter group `index` has an option of torch.optim that only unpacked parameters support."""
         requested = [name for name in NOT_PACKED if self.param_groups[index].get(name)]
         if requested and not self._is_full(choices):
             raise OptimError(
@@ -266,19 +270,19 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     @property
     def has_started(self) -> bool:
-        """Whether the optimizer has state or summed gradients, which another format would have to convert."""
+        """Whether there are moments or sums of gradients, so that a change of their formats would need a conversion."""
         return bool(self.updates or self._num_accumulated or any(entry.step for entry in self._entries) or any(self.state.values()))
 
     def check_request(self, parameter: Tensor, request: RequestedFormats) -> None:
-        """Raise OptimError if this optimizer cannot store `parameter`, its gradient and its state in the requested formats."""
+        """Raise OptimError if `parameter`, its gradient and its moments cannot be stored in the formats that a plan requests."""
         entry = self._by_id[id(parameter)]
         choices = choose(parameter, self.param_groups[entry.group], request, entry.name)
-        packed_format = None if choices.is_small else request.choices[Role.WEIGHT][0]  # the session will pack it in this
+        packed_format = None if choices.is_small else request.choices[Role.WEIGHT][0]  # the format that the session will pack it in
         check_weight(parameter, choices, packed_format, request)
         self._check_options(entry.group, choices)
 
     def follow_requests(self) -> None:
-        """Store gradients and state in the formats of a session's plan from now on, as if the optimizer had been made after `apply`."""
+        """Choose the formats of all parameters again, and use them from now on, since a plan was applied after the first choice."""
         for entry in self._entries:
             p = entry.parameter
             choices = choose(p, self.param_groups[entry.group], request_of(p), entry.name)
@@ -293,7 +297,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self._batches.clear()
 
     def let_go(self, parameter: Tensor) -> None:
-        """Remove the gradient hooks of a parameter that a newer optimizer updates."""
+        """Stop processing a parameter's gradients, since a newer optimizer updates the parameter: remove its hook."""
         entry = self._by_id.get(id(parameter))
         if entry is not None and entry.hook is not None:
             self._batches.clear()
@@ -304,11 +308,11 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     @property
     def updates_next(self) -> bool:
-        """Whether the next `step()` changes parameters; with microbatches, clip gradients only then."""
+        """Whether the next `step()` changes parameters, as every `microbatches`-th does; clip gradients only before such a step."""
         return self._num_accumulated + 1 >= self.microbatches
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update all parameters that have gradients; with microbatches=K, at every K-th call."""
+        """Update all parameters that have gradients; with `microbatches` = K, every K-th call does, and others do nothing."""
         if torch.is_inference_mode_enabled():
             raise OptimError(
                 "step() inside torch.inference_mode() would make parameters that cannot be trained: leave that context first."
@@ -333,14 +337,14 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def _finish_sums(self) -> None:
-        """Mark the sums of gradients over microbatches as used, so that the next gradient of each parameter starts a new sum."""
+        """Mark the sums over microbatches as used, so that the next gradient of each parameter starts a new sum."""
         self._num_accumulated, self._is_unscaled = 0, False
         if self.microbatches > 1:
             for entry in self._entries:
                 entry.is_started = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, as in torch.optim; between microbatches it does nothing."""
+        """Clear all gradients, as in torch.optim; between the microbatches of one update it does nothing."""
         if self._is_unscaled:  # a GradScaler skipped the step of a complete sum, since it was not finite
             self._finish_sums()
         if self._num_accumulated == 0:
@@ -349,32 +353,32 @@ class Optimizer(torch.optim.Optimizer, ABC):
             clear_factors(entry.gradient for entry in self._entries if entry.gradient is not None)
 
     def drop_gradients(self) -> None:
-        """Discard all gradients, and those of earlier microbatches, so that the next `step()` changes nothing."""
+        """Discard the gradients of all microbatches since the last update, so that the next `step()` changes no parameter."""
         self._finish_sums()
         self.zero_grad()
         self._num_accumulated = self.microbatches - 1
 
     def _start_sum(self, entry: ParameterState) -> None:
-        """Mark that a new sum of gradients starts; raise OptimError if the previous sum lacks microbatches."""
+        """Mark that a new sum over microbatches starts; raise OptimError if user code has cleared an incomplete one."""
         if self.microbatches > 1:
             if self._num_accumulated and entry.is_started:
                 raise OptimError(RESTARTED.format(self._num_accumulated, self.microbatches))
             entry.is_started = True
 
     def _before_unscale(self, entry: ParameterState) -> None:
-        """Raise OptimError if the GradScaler, which is about to unscale gradients, does so between microbatches."""
+        """Record that a GradScaler unscales gradients now; raise OptimError if microbatches of the sum are missing."""
         if not self.updates_next:
             raise OptimError(PARTIAL)
         self._is_unscaled = True
 
     def _update_in_backward(self, entry: ParameterState, grad: Tensor) -> None:
-        """Update one parameter with its gradient inside backward (release=True)."""
+        """Update one parameter with its gradient `grad` inside backward, as `release=True` requests."""
         group, plain = self.param_groups[entry.group], local(entry.parameter)
         rule = self.rule_for(group)
         with torch.no_grad():
             check_gradient(entry, grad)
             entry.weight = weight_of(entry.parameter)
-            if entry.weight is not None and entry.weight.address:  # plain at the moment: it may have been written to
+            if entry.weight is not None and entry.weight.address:  # decoded at the moment: other code may have written to it
                 entry.weight.gather()
                 entry.weight = weight_of(entry.parameter)
             memory = (rule.name, entry.weight.packed if entry.weight is not None else plain.data_ptr())
@@ -395,7 +399,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         entry.updated = True
 
     def _step_torch(self) -> None:
-        """Update the parameters of which nothing is packed by torch.optim, with this optimizer's state and hyperparameters."""
+        """Update the parameters of which nothing is packed by an optimizer of torch.optim with the same hyperparameters."""
         if self._full is None:
             self._full = [entry for entry in self._entries if self.is_torchs(entry)]
         full = self._full
@@ -418,7 +422,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return {name: value for name, value in self.param_groups[index].items() if name not in ours}
 
     def is_torchs(self, entry: ParameterState) -> bool:
-        """Return whether torch.optim updates this parameter, which is the case if its weight, moments and gradient are not packed."""
+        """Return whether torch.optim updates this parameter: neither weight, moments nor gradient are packed."""
         return self._is_full(entry.choices)
 
     def _is_full(self, choices: SlotFormats) -> bool:
@@ -427,33 +431,33 @@ class Optimizer(torch.optim.Optimizer, ABC):
     # --- inspection -------------------------------------------------------------------------------------------------------
 
     def diagnostics(self, *, reset: bool = False) -> Diagnostics:
-        """Return how much of the updates of each packed parameter took effect, since the start or the last reset."""
+        """Return, for each packed parameter, how many updates rounding has lost since the start, or since the last reset."""
         return self._counts.diagnostics(self._entries, reset=reset)
 
     @property
     def entries(self) -> Sequence[ParameterState]:
-        """The state of each parameter, in the order of the groups."""
+        """The state of each parameter, in the order of the parameter groups."""
         return self._entries
 
     def entry_of(self, parameter: Tensor) -> ParameterState | None:
-        """Return the state of one parameter; None if this optimizer does not have it."""
+        """Return this optimizer's state of a parameter; None if it does not update that parameter."""
         return self._by_id.get(id(parameter))
 
     # --- checkpoints ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dict of the packed state and the codes of packed parameters; a training that loads it continues with the same bits."""
+        """Return the state, packed as it is stored, so that a training that loads it continues with the same bits."""
         self._batches.settle()
         return checkpoint.state_dict(self, super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the result of `state_dict()`, or the state of a torch.optim or bitsandbytes optimizer, which is then packed."""
+        """Load the result of `state_dict()`, or load and pack the state of a torch.optim or bitsandbytes optimizer."""
         self._batches.clear()
         checkpoint.load_state_dict(self, state_dict, super().load_state_dict)
         self._torch = None
 
     def export_state(self) -> dict[str, Any]:
-        """Return the state decoded to float32, as the torch.optim optimizer of the same name loads it."""
+        """Return the state decoded to float32, in the form that the torch.optim optimizer of the same name loads."""
         self._batches.settle()
         return checkpoint.export_state(self)
 
@@ -472,7 +476,7 @@ def _remove_all(hooks: list[Any]) -> None:
 def check_weight(parameter: Tensor, choices: SlotFormats, packed_format: Format | None, request: RequestedFormats | None) -> None:
     """Raise OptimError if an optimizer cannot store the weight `parameter` in the format that `choices` has for it.
 
-    `packed_format`: the format in which a session has packed the weight, or will pack it.
+    `packed_format`: the format in which a session has packed the weight, or will pack it; None without one. `request`: the plan's formats.
     """
     format, dtype = choices.format(Role.WEIGHT), parameter.dtype
     if format is None or choices.is_small or (isinstance(parameter, DTensor) and packed_format is None):
@@ -483,7 +487,7 @@ def check_weight(parameter: Tensor, choices: SlotFormats, packed_format: Format 
             f"with weight='{format}', or leave weight= and tier= to the plan."
         )
     if request is not None and request.choices[Role.WEIGHT][0] == format:
-        return  # packed by the session, or left plain for a reason that session.changes reports
+        return  # packed by the session, or left unpacked for a reason that session.changes reports
     if packed_format is None and not (str(format) == "bf16" and dtype is torch.bfloat16):
         raise OptimError(
             f"weight='{format}' for {choices.name} ({str(dtype).removeprefix('torch.')}) needs the model, not its parameters alone: call "

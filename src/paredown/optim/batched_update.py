@@ -28,7 +28,7 @@ Hyper = Sequence[float]
 
 
 class Batch:
-    """Parameters with the same update rule; those with the same formats and device are updated together by one kernel launch."""
+    """Parameters with the same update rule, which are updated together: one kernel launch for all that are stored alike."""
 
     def __init__(self, rule: Rule, units: Sequence[UpdateUnit], seed: int) -> None:
         self.rule, self.units, self.seed = rule, list(units), seed
@@ -56,7 +56,7 @@ class Batch:
         """Update every parameter once.
 
         Parameter i has the hyperparameters hypers[rows[i]] and is at step steps[i], counted from 1. An int for `rows` or `steps`
-        applies to all parameters. `gradients`: plain gradients in new memory; None if they are where the previous update read them.
+        is for all parameters. `gradients`: unpacked gradients, new tensors in each step; None if gradients have kept their memory.
         """
         if gradients is not None:
             for unit, grad in zip(self.units, gradients, strict=True):
@@ -73,7 +73,8 @@ class Batch:
 def update_one(rule: Rule, unit: UpdateUnit, hyper: Hyper, step: int, seed: int, gradient: Tensor | None = None) -> None:
     """Update one parameter and its state in place by `rule`; `step` counts from 1.
 
-    `gradient`: a plain gradient in new memory; None if it is in the memory that `unit` has for it."""
+    `unit` has the parameter's tensors. `gradient`: an unpacked gradient to use instead of the one in `unit`; None for that one.
+    """
     if gradient is not None:
         check_gradient(unit, gradient)
     layout = unit.how(rule.name)
@@ -85,7 +86,7 @@ def update_one(rule: Rule, unit: UpdateUnit, hyper: Hyper, step: int, seed: int,
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add `grad` to a packed sum of gradients in place, as `how` says, by a kernel where one supports the format."""
+    """Add `grad` to a packed sum of gradients in place, weighted and rounded as `how` says, on a GPU by a Triton kernel."""
     kernels = _find_kernels() if packed.codes.is_cuda else None
     if kernels is None or not kernels.covers_format(packed.format):
         updater.fold(packed, grad, how)
@@ -94,7 +95,7 @@ def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
 
 
 def square_sums(tensors: Sequence[PackedTensor]) -> Tensor | None:
-    """Return the sum of squares of each packed tensor, computed by kernels; None if kernels cannot read all of these tensors."""
+    """Return the sum of squares of each packed tensor, computed by kernels; None if kernels do not support all of them."""
     kernels = _find_kernels() if tensors[0].codes.is_cuda else None
     if kernels is None or not all(kernels.covers_squares(t.format, t.shape) for t in tensors):
         return None
@@ -102,7 +103,7 @@ def square_sums(tensors: Sequence[PackedTensor]) -> Tensor | None:
 
 
 def _kernels_for(unit: UpdateUnit, layout: UpdateLayout) -> ModuleType | None:
-    """Return the module of kernels that supports this layout on the parameter's device; None if there is none."""
+    """Return the module of Triton kernels if they can update tensors stored in this `layout`, on their device; else None."""
     kernels = _find_kernels() if unit.weight.codes.is_cuda else None
     return kernels if kernels is not None and kernels.covers(layout) else None
 
@@ -127,7 +128,7 @@ def _at(numbers: Sequence[int] | int, places: Sequence[int]) -> Sequence[int] | 
 
 
 def check_gradient(unit: UpdateUnit, grad: Tensor) -> None:
-    """Raise OptimError if a new plain gradient has another dtype, size or layout than the gradient for which `unit` was made."""
+    """Raise OptimError if an unpacked gradient differs in dtype or size from the one that `unit` was made for, or has gaps."""
     before = unit.gradient.codes
     if unit.gradient.format is None and grad.dtype is before.dtype and grad.is_contiguous() and grad.numel() == before.numel():
         return

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from paredown.optim.parameter_state import ParameterState
 
 NUM_COUNTERS = 5
-DRAIN_EVERY = 64  # updates; int32 counters of a tensor of 2^31 values, a 16th of which is counted, hold 16
+DRAIN_EVERY = 64  # updates; int32 counters of a tensor of 2^31 values, a 16th of which is counted, can count 16 updates
 CHECK_EVERY = 512
-FEW_FLIPS = 1e-5  # a step: fewer than one move of a value in 100,000 steps
+FEW_FLIPS = 1e-5  # per step: less than one move of a value in 100,000 steps
 MOSTLY_DEAD = 0.9
 MIN_CHANGES = 1000  # fewer values are not significant
 
 
 @dataclass(frozen=True)
 class ParameterDiagnostics:
-    """The shares of one packed parameter's updates that were lost or changed stored values."""
+    """What rounding did to the updates of one packed parameter: the shares that were lost, or that changed stored values."""
 
     name: str
     format: str
@@ -63,17 +63,17 @@ class Diagnostics(tuple[ParameterDiagnostics, ...]):
 
 
 class UpdateCounters:
-    """Counters of the updates of all packed parameters: int32 that kernels add to, and their float64 sums."""
+    """Counts of what rounding did to updates of packed parameters: int32 that kernels add to, and float64 sums of these."""
 
     def __init__(self) -> None:
         self._counters: dict[torch.device, list[Tensor]] = {}
         self._sums: dict[torch.device, Tensor] = {}
-        self._places: list[tuple[torch.device, int]] = []  # of each entry
-        self._copy: tuple[dict[torch.device, Tensor], Any] | None = None  # being copied to the host, and the event of its end
+        self._places: list[tuple[torch.device, int]] = []  # device and index of each parameter's counters
+        self._copy: tuple[dict[torch.device, Tensor], Any] | None = None  # sums on their way to the host, and the event after them
         self._warned: set[tuple[str, str]] = set()
 
     def add(self, device: torch.device) -> Tensor:
-        """Return a tensor of counters for one more parameter, (5,) int32 zeros on `device`."""
+        """Make counters for one more parameter, and return them: five int32 zeros on `device`, to which kernels add."""
         counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
         on_device = self._counters.setdefault(device, [])
         self._places.append((device, len(on_device)))
@@ -81,13 +81,13 @@ class UpdateCounters:
         return counters
 
     def keep(self, count: int) -> None:
-        """Discard the counters of all parameters except the first `count`."""
+        """Discard the counters of all parameters except those of the first `count`."""
         for device, _ in self._places[count:]:
             self._counters[device].pop()
         del self._places[count:]
 
     def after(self, updates: int, entries: Sequence[ParameterState]) -> None:
-        """Follow update number `updates`: every 64 updates add the counters to the sums, every 512 check whether to warn."""
+        """Do what is due after an update: sum the counters after every 64th, and check them for warnings after every 512th."""
         if updates % DRAIN_EVERY == 0:
             self.drain()
         if self._copy is not None and (self._copy[1] is None or self._copy[1].query()):
@@ -97,7 +97,7 @@ class UpdateCounters:
             self._send()
 
     def drain(self) -> None:
-        """Add the counters of all parameters to their sums on the same device, and set the counters to 0."""
+        """Add the counters of all parameters to the float64 sums, and set them to 0, all on the device."""
         for device, counters in self._counters.items():
             new = torch.stack(counters).double()
             before = self._sums.get(device)
@@ -108,7 +108,7 @@ class UpdateCounters:
                 counter.zero_()
 
     def diagnostics(self, entries: Sequence[ParameterState], *, reset: bool) -> Diagnostics:
-        """Return the diagnostics of all packed parameters since the start or the last reset."""
+        """Return a row for each packed parameter about its updates since the start or the last reset."""
         self.drain()
         rows = Diagnostics(self._rows(entries, {device: sums.cpu() for device, sums in self._sums.items()}))
         if reset:
@@ -129,7 +129,7 @@ class UpdateCounters:
             )  # fmt: skip
 
     def _send(self) -> None:
-        """Start copying the sums of the counters to the host, without synchronizing."""
+        """Start to copy the sums of the counters to the CPU, where warnings are checked later, without waiting for the device."""
         self.drain()
         is_cuda = any(device.type == "cuda" for device in self._sums)
         copies = {device: sums.to("cpu", non_blocking=True) for device, sums in self._sums.items()}

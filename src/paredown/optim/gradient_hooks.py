@@ -1,4 +1,4 @@
-"""Hooks that process each gradient as soon as backward has completed it, so that the plain tensor is freed inside backward.
+"""These hooks process each gradient as soon as backward has completed it, so that its memory is freed inside backward.
 
     Accumulator    gradient --fold--> packed accumulator; p.grad is a PackedGradient that shows it; later backward passes add to it
     GradientMean   gradient * 1 / microbatches; p.grad is an ordinary tensor
@@ -6,8 +6,8 @@
     Releaser       gradient --update--> parameter, immediately; p.grad is a ReleasedGradient, which has a shape and no values
 
 The first gradient after p.grad = None starts the sum, as in torch. A gradient that user code assigned is encoded at the next backward or
-step. Under backward(create_graph=True) gradients have a graph, which codes cannot have: they stay plain until the step.
-Plain gradients are sums; the accumulator stores them multiplied by its `weight` (1 / microbatches).
+step. Under backward(create_graph=True) gradients have a graph, which codes cannot have: they stay ordinary tensors until the step.
+Gradients that are not packed are sums; the accumulator stores them multiplied by its `weight` (1 / microbatches).
 
 >>> from paredown.codec.packed import encode
 >>> from paredown.formats.rounding import Seed
@@ -55,7 +55,7 @@ NOT_ZEROED = (
 
 @contextmanager
 def errors_of(name: str) -> Generator[None]:
-    """Return a context whose OptimErrors begin with the name of a parameter."""
+    """Return a context in which the message of every OptimError gets the name of a parameter at its beginning."""
     try:
         yield
     except OptimError as error:
@@ -63,7 +63,7 @@ def errors_of(name: str) -> Generator[None]:
 
 
 class _Hook(ABC):
-    """A hook that processes the gradients of one parameter, to which it has a weak reference."""
+    """A hook on one parameter that processes its gradients inside backward; it does not keep the parameter alive."""
 
     def __init__(self, parameter: Tensor, name: str) -> None:
         if parameter.is_complex():
@@ -83,7 +83,7 @@ class _Hook(ABC):
         return parameter
 
     def attach(self) -> None:
-        """Register the hook on the parameter."""
+        """Register this hook on its parameter, unless it is registered already."""
         if self._handle is None:
             parameter = self.parameter
             # torch registers hooks only while it is true; they stay when it is set to False
@@ -95,7 +95,7 @@ class _Hook(ABC):
         return parameter.register_post_accumulate_grad_hook(self._called)
 
     def remove(self) -> None:
-        """Remove the hook from the parameter; p.grad stays as it is."""
+        """Remove the hook from the parameter; p.grad is not changed."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -112,7 +112,7 @@ class _Hook(ABC):
 
     @abstractmethod
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
-        """Process the gradient that backward has just added to p.grad."""
+        """Process `grad`, which backward has just accumulated in p.grad."""
 
 
 class Accumulator(_Hook):
@@ -123,7 +123,7 @@ class Accumulator(_Hook):
         self.gradient = gradient
 
     def collect(self) -> bool:
-        """Pack a plain p.grad, such as one that user code assigned, into the sum, and return whether the parameter has a gradient."""
+        """Pack p.grad into the sum if user code has assigned an ordinary tensor to it; return whether p.grad exists."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             parameter = self.parameter
             grad = parameter.grad
@@ -132,7 +132,7 @@ class Accumulator(_Hook):
             return grad is not None
 
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
-        if not (grad.requires_grad or self.gradient.lent(local(grad))):  # otherwise it has a graph, or autograd has added in place
+        if not (grad.requires_grad or self.gradient.lent(local(grad))):  # else it has a graph, or autograd has added in place
             self._take(parameter, grad)
 
     def _take(self, parameter: Tensor, grad: Tensor) -> None:
@@ -147,9 +147,9 @@ class Accumulator(_Hook):
 
 
 class GradientMean(_Hook):
-    """A hook that multiplies each gradient by `weight` before it is added to p.grad.
+    """A hook for microbatches whose gradients are not packed: it multiplies each by `weight`, before p.grad adds them up.
 
-    It serves microbatches without packed gradients. After 1 / `weight` microbatches p.grad is their mean, unpacked.
+    After 1 / `weight` microbatches p.grad is their mean.
     """
 
     def __init__(self, parameter: Tensor, weight: float, before_start: Callable[[], None], *, name: str = "a parameter") -> None:
@@ -172,7 +172,10 @@ class GradientMean(_Hook):
 
 
 class GradientCopy(_Hook):
-    """A hook that copies the gradient of a sharded parameter, which otherwise keeps the gradients of its whole module alive."""
+    """A hook that copies the gradient of a sharded parameter, because FSDP2 makes it a view of all gradients of a module.
+
+    Without the copy, this small view would keep all of their memory alive.
+    """
 
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
         rows = local(grad)
@@ -181,7 +184,7 @@ class GradientCopy(_Hook):
 
 
 def clear_factors(gradients: Iterable[PackedGradient]) -> None:
-    """Set the factors of those packed `gradients` to 1 that neither p.grad nor user code holds any more.
+    """Set to 1 the factor of each packed gradient that neither p.grad nor user code references any more.
 
     This takes two kernel launches for all of them, instead of one for each gradient in backward.
     """
@@ -195,9 +198,9 @@ def clear_factors(gradients: Iterable[PackedGradient]) -> None:
 
 
 class Releaser(_Hook):
-    """A hook that updates a parameter with each gradient inside backward, after which p.grad has no values.
+    """A hook that updates its parameter with each gradient inside backward, so that no gradient is stored in p.grad.
 
-    `update` gets the gradient; `is_updated` returns whether the parameter was updated since the optimizer's last step().
+    `update` updates the parameter; `is_updated` returns whether it has done so since the optimizer's last step().
     """
 
     def __init__(
@@ -207,7 +210,7 @@ class Releaser(_Hook):
         self._update, self._is_updated = update, is_updated
 
     def use(self, grad: Tensor) -> None:
-        """Update the parameter with `grad`, if this is its first gradient since the last step()."""
+        """Update the parameter with `grad`; raise OptimError if that has happened already since the optimizer's last step()."""
         if grad.layout is not torch.strided:
             raise OptimError(
                 f"{self.name} has a sparse gradient, and packed state is dense. Make the embedding with sparse=False, or use"
@@ -218,7 +221,7 @@ class Releaser(_Hook):
         self._update(grad)
 
     def refuse_sum(self) -> NoReturn:
-        """Raise OptimError for a gradient that would be added to an earlier one, which the update has already consumed."""
+        """Raise OptimError, because a gradient comes in addition to one with which the parameter was already updated."""
         raise OptimError(f"{self.name}: {SECOND if self._is_updated() else NOT_ZEROED}")
 
     def _accumulated(self, parameter: Tensor, grad: Tensor) -> None:
@@ -228,9 +231,9 @@ class Releaser(_Hook):
 
 
 class ReleasedGradient(Tensor):
-    """A tensor subclass for the p.grad of a parameter that was updated inside backward.
+    """The p.grad of a parameter that was updated inside backward: a tensor subclass with a shape, but without values.
 
-    It has a shape and no values: everything that would read values raises OptimError.
+    Everything that would read values raises OptimError.
     """
 
     _releaser: weakref.ref[Releaser]
@@ -239,7 +242,7 @@ class ReleasedGradient(Tensor):
 
     @staticmethod
     def __new__(cls: type[ReleasedGradient], like: Tensor, releaser: Releaser) -> ReleasedGradient:
-        """Return a tensor of the shape, dtype and device of `like`, without memory, for the hook `releaser`."""
+        """Return a tensor of the shape, dtype and device of `like`, without memory; `releaser`: the hook that used its values."""
         made = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
         made._releaser, made._is_zero = weakref.ref(releaser), False
         return made
@@ -258,7 +261,7 @@ class ReleasedGradient(Tensor):
         return released if func is not aten.detach.default else released._alias()
 
     def _add(self, grad: Tensor) -> None:
-        """Update the parameter with `grad`, which autograd adds to this p.grad in place."""
+        """Update the parameter with `grad`, which autograd adds to p.grad; raise OptimError if p.grad was not zeroed before."""
         releaser = self._releaser()
         if releaser is None or torch._C._current_graph_task_id() == -1:
             raise OptimError(GONE.format(op="add_"))

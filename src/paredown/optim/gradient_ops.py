@@ -1,6 +1,6 @@
-"""`PackedGradient`, the tensor that p.grad shows of a packed sum, and torch functions on it: `HANDLERS` has one for each.
+"""`PackedGradient` is the p.grad of a packed sum of gradients; `HANDLERS` has a function for each torch operator on it.
 
-    add_, sub_                        fold
+    add_, sub_                        add to the packed sum
     mul_, div_, neg_, and in lists    change the factor, one number on the device; so do clip_grad_norm_ and GradScaler
     zero_, detach, copy_, norms       use the codes, or decode one gradient at a time
     anything else                     decoded; arguments that the schema marks for writing are encoded, rounded stochastically
@@ -9,7 +9,7 @@ A `PackedGradient` has the shape, dtype and device of the gradient, and codes in
 reading applies them to the decoded values, writing encodes the whole gradient.
 
 A handler returns NotImplemented for arguments that it does not cover, such as views and factors of more than one number. Lists may hold
-packed and plain gradients; each kind is processed separately.
+packed and ordinary gradients; each kind is processed separately.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -35,19 +35,19 @@ View = tuple[Any, tuple[Any, ...], dict[str, Any], int | None]  # function, its 
 
 
 class PackedGradient(Tensor):
-    """The p.grad of a parameter with a packed accumulator: `packed` has the codes, and `factor` multiplies decoded values.
+    """The p.grad of a parameter whose gradients are summed in a low-bit format: `packed`, decoded, times the number `factor`.
 
     `packed` is in the order of the parameter's indices. The n-th gradient that is added is rounded with the bits of `seed` at step n.
     """
 
     _lease: Lease
     _views: tuple[View, ...]
-    _dtype: torch.dtype  # before any view
+    _dtype: torch.dtype  # dtype before the functions in `_views`
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls: type[PackedGradient], packed: PackedTensor, seed: Seed, *, weight: float = 1.0) -> PackedGradient:
-        """Return a tensor of the shape, dtype and device of `packed` that shows its values; `weight` multiplies each gradient added."""
+        """Return a tensor that shows the values of `packed`; each gradient that is added to it is multiplied by `weight`."""
         return cls.over(Lease(GradientSum.over(packed, seed, weight=weight)), packed.dtype)
 
     @classmethod
@@ -56,9 +56,10 @@ class PackedGradient(Tensor):
 
     @classmethod
     def over(cls, lease: Lease, dtype: torch.dtype, views: tuple[View, ...] = (), like: Tensor | None = None) -> PackedGradient:
-        """Return a tensor that shows a packed gradient through `views`.
+        """Return a tensor that shows a packed sum of gradients, or the view of it that the functions in `views` make.
 
-        `like` has the resulting shape, strides and dtype; None: those of the gradient, in `dtype`."""
+        `lease` refers to the sum. `like` has the view's shape, strides and dtype; None means those of the sum, in `dtype`.
+        """
         packed = lease.total.packed
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
@@ -78,13 +79,13 @@ class PackedGradient(Tensor):
 
     @property
     def packed(self) -> PackedTensor:
-        """The codes and scales of the gradient, which belong to the optimizer."""
+        """The codes and scales of the gradient, which are the optimizer's own buffers, not a copy."""
         self.total.settle()
         return self.total.packed
 
     @property
     def factor(self) -> Tensor:
-        """The float32 scalar tensor by which decoded values are multiplied; it stays the same object."""
+        """The float32 scalar tensor that multiplies all decoded values: clipping and unscaling change it alone, in place."""
         return self.total.factor
 
     @property
@@ -105,7 +106,7 @@ class PackedGradient(Tensor):
         return values if dtype is None else values.to(dtype)
 
     def store(self, values: Tensor) -> None:
-        """Replace the gradient by `values`, rounded stochastically."""
+        """Replace the gradient's values by `values`, rounded stochastically to its format."""
         if values.shape != self.shape:
             raise OptimError(f"a packed gradient of shape {tuple(self.shape)} cannot become one of shape {tuple(values.shape)}.")
         if self._views:
@@ -115,7 +116,7 @@ class PackedGradient(Tensor):
         self.total.store(values)
 
     def lend(self, dtype: torch.dtype) -> PackedGradient:
-        """Return a new tensor over the same codes, to be assigned to `p.grad`; the optimizer is about to overwrite the codes.
+        """Return a new tensor that shows the same codes, to become `p.grad`; call it before the codes are overwritten.
 
         The tensor that the previous call of `lend` returned, if still referenced, gets a copy of the codes and so keeps its values.
         """
@@ -127,7 +128,7 @@ class PackedGradient(Tensor):
         return self.over(lease, dtype)
 
     def lent(self, other: object) -> bool:
-        """Return whether `other` shows the whole of this gradient's codes; if it does, apply the bound of `clamp_min` to them."""
+        """Return whether `other` shows all of this gradient's codes; if so, encode a bound that `clamp_min` has set for them."""
         if not isinstance(other, PackedGradient) or other._lease.total is not self._lease.total or other._views:
             return False
         self.total.settle()
@@ -182,14 +183,14 @@ def _through(views: tuple[View, ...], values: Tensor) -> Tensor:
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return func(*args, **kwargs) for a torch operator that has packed gradients among its arguments."""
+    """Return func(*args, **kwargs) for a torch operator among whose arguments are packed gradients."""
     handler = HANDLERS.get(func)
     result = NotImplemented if handler is None else handler(func, args, kwargs)
     return on_values(func, args, kwargs) if result is NotImplemented else result
 
 
 def on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return func(*args, **kwargs) computed on decoded gradients; gradients that it writes to are encoded again."""
+    """Return func(*args, **kwargs) computed on decoded gradients; a gradient that `func` writes to is encoded again."""
     if _returns_views(func) and isinstance(args[0], PackedGradient):
         return _view(func, args[0], args[1:], kwargs)
     plain: dict[int, Tensor] = {}
@@ -222,7 +223,7 @@ def _returns_views(func: Any) -> bool:
 
 
 def _view(func: Any, gradient: PackedGradient, args: Any, kwargs: Any) -> Any:
-    """Return what `func`, an operator such as aten.view, makes of a packed gradient: a view, or a list of views.
+    """Return what `func`, an operator such as aten.view, returns for a packed gradient: a view, or a list of views.
 
     Reading a view applies `func` to the decoded values; writing to it encodes the whole gradient.
     """
@@ -246,7 +247,7 @@ def _in_backward() -> bool:
 
 
 def _number(x: Any, dims: int) -> Any:
-    """Return a number `x` itself, a one-valued tensor as a 0-d one; None for more values, more than `dims` dimensions or packed ones."""
+    """Return `x` if it is a number, or as a 0-d tensor if it has one value and at most `dims` dimensions; otherwise None."""
     if isinstance(x, Tensor):
         return x.reshape(()) if x.numel() == 1 and x.dim() <= dims and not isinstance(x, PackedGradient) else None
     return x
@@ -265,9 +266,9 @@ def _add(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _add_in_graph(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the sum of two gradients that autograd computes under create_graph=True, as a plain tensor.
+    """Return the sum of two gradients, as an ordinary tensor, which autograd computes under create_graph=True.
 
-    Like all plain gradients, this sum is not multiplied by `weight` yet.
+    The packed one is divided by `weight`, the factor that it got when it was added: ordinary gradients get it later.
     """
     gradient, other = args[0], args[1]
     if not (is_whole(gradient) and _in_backward()) or gradient.total.weight == 1.0 or isinstance(other, PackedGradient):
@@ -316,11 +317,11 @@ def _record_stream(func: Any, args: Any, kwargs: Any) -> Any:
         func(tensor, *args[1:])
 
 
-# --- lists of gradients, packed and plain -----------------------------------------------------------------------------
+# --- lists of gradients, packed or ordinary ---------------------------------------------------------------------------
 
 
 def _split(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """Return the indices of packed gradients among `tensors`, and those of all others."""
+    """Return two lists of indices into `tensors`: of packed gradients that are no views, and of all other tensors."""
     packed = [i for i, t in enumerate(tensors) if is_whole(t)]
     return packed, [i for i, t in enumerate(tensors) if not is_whole(t)]
 
@@ -376,7 +377,7 @@ def _norm_each(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unscale_each(func: Any, args: Any, kwargs: Any) -> Any:
-    """Multiply a list of gradients by GradScaler's inverse scale, and set its tensor found_inf to 1 if a value is not finite."""
+    """Multiply gradients by the inverse scale of a GradScaler; set its tensor found_inf to 1 if any value is not finite."""
     tensors, found_inf, inverse_scale = args
     packed, others = _split(tensors)
     if _has_views(tensors):

@@ -1,12 +1,12 @@
-"""Muon with packed memory: matrices by momentum with an orthogonalized update, all other parameters by AdamW, in one optimizer.
+"""`Muon` updates matrices by an orthogonalized momentum and other parameters by AdamW, with low-bit state.
 
     adamw_params = embeddings_and_head(model)
     opt = Muon(model.parameters(), lr=0.02, adamw_lr=3e-4, adamw_params=adamw_params)
     opt = Muon([{"params": matrices, "lr": 0.02}, {"params": others, "rule": "adamw", "lr": 3e-4}])      the same by groups
 
-Which rule a parameter has: that of its group, "rule": "muon" or "adamw". A group without is split in two: parameters of 2 dimensions that
+A parameter has the rule of its group, "rule": "muon" or "adamw". A group without a rule is split in two: parameters of 2 dimensions that
 are not in `adamw_params` are updated by Muon, and the rest, a group of its own in `param_groups`, by AdamW. Muon is for hidden layers:
-name embeddings and the output layer in `adamw_params`, which tensors alone do not tell from other matrices.
+name embeddings and the output layer in `adamw_params`, because their shapes do not tell them from other matrices.
 
 Arguments, defaults and arithmetic of Muon are those of torch.optim.Muon, those of AdamW parameters (`adamw_...`) of torch.optim.AdamW;
 formats are those of all optimizers of `paredown.optim`. State is the momentum ("moment1") of a Muon parameter, and both moments of the
@@ -36,7 +36,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 @final
 class _TorchOptimizers:
-    """A torch.optim.Muon and a torch.optim.AdamW that take their steps together, each with some of the parameter groups."""
+    """One optimizer made of torch.optim.Muon and torch.optim.AdamW, each with some parameter groups; they step together."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         kinds = {"muon": torch.optim.Muon, "adamw": torch.optim.AdamW}
@@ -47,7 +47,6 @@ class _TorchOptimizers:
         self.state: Any = None
 
     def step(self) -> None:
-        """Take one step of Muon and one of AdamW."""
         for optimizer in self._optimizers.values():
             optimizer.state = self.state
             optimizer.step()
@@ -55,7 +54,7 @@ class _TorchOptimizers:
 
 @final
 class Muon(Optimizer):
-    """An optimizer that updates matrices by Muon and all other parameters by AdamW, and stores state in low-bit formats.
+    """An optimizer that updates matrices by Muon and all other parameters by AdamW, with state in low-bit formats.
 
     `adjust_lr_fn`: the learning rate of a matrix of shape (A, B) is lr * sqrt(max(1, A / B)) with "original" (or None), and
     0.2 * lr * sqrt(max(A, B)) with "match_rms_adamw", for which the learning rate and weight decay of AdamW are right.
@@ -100,7 +99,7 @@ class Muon(Optimizer):
             raise
 
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return a parameter group split by rule into one or two: "muon" for matrices, "adamw" for all other parameters."""
+        """Return a group without a "rule" as one or two groups: its matrices for Muon, and its other parameters for AdamW."""
         rule = group.get("rule")
         if rule is not None and rule not in MUON_RULES:
             raise OptimError(f"rule {rule!r} of a group is unknown. Allowed: {', '.join(MUON_RULES)}, or none, to choose by shape.")
@@ -118,7 +117,7 @@ class Muon(Optimizer):
         return "muon" if is_matrix and not any(parameter is other for other in self._adamw_params) else "adamw"
 
     def _complete(self, group: dict[str, Any]) -> None:
-        """Add the AdamW hyperparameters that a group lacks."""
+        """Add to a group of the rule "adamw" those of AdamW's hyperparameters that it lacks."""
         decay = self._adamw["weight_decay"]
         group.setdefault("weight_decay", self.defaults["weight_decay"] if decay is None else decay)
         for name in ("betas", "eps"):
@@ -127,7 +126,7 @@ class Muon(Optimizer):
             group["lr"] = self._adamw_lr(group)
 
     def _adamw_lr(self, group: Mapping[str, Any]) -> Any:
-        """Return the learning rate for AdamW in a group whose `lr` is that of Muon; raise OptimError if none is given."""
+        """Return the learning rate for AdamW in a group whose `lr` is Muon's; raise OptimError if the user gave none."""
         if self._adamw["lr"] is not None:
             return self._adamw["lr"]
         if group.get("adjust_lr_fn", self.defaults["adjust_lr_fn"]) == "match_rms_adamw":
@@ -139,7 +138,7 @@ class Muon(Optimizer):
         )
 
     def _check_matrices(self, group: Mapping[str, Any]) -> None:
-        """Raise OptimError for parameters of a Muon group that are not matrices, or of which this process has only some rows."""
+        """Raise OptimError if a group for Muon has a parameter that is not a matrix, or that is sharded over processes."""
         for parameter in group["params"] if group["rule"] == "muon" else ():
             name = self._by_id[id(parameter)].name
             if parameter.dim() != 2:
@@ -196,10 +195,9 @@ class Muon(Optimizer):
 
 
 def embeddings_and_head(model: nn.Module) -> list[Tensor]:
-    """Return the weights of a model's embeddings and output layer, which `adamw_params` of Muon takes.
+    """Return the weights of a model's embeddings and output layer, for the argument `adamw_params` of Muon.
 
-    The output layer is `model.get_output_embeddings()`, as in Hugging Face's models; if the model has no such method, it is the last
-    nn.Linear.
+    The output layer is `model.get_output_embeddings()`, as in Hugging Face's models, or else the model's last nn.Linear.
     """
     modules = list(model.modules())
     found = [m.weight for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]

@@ -1,4 +1,4 @@
-"""SGD, AdamW and Lion with packed memory: the arguments and defaults of torch.optim, and formats.
+"""SGD, AdamW and Lion take the arguments and defaults of torch.optim, and formats of the tensors that they store.
 
     paredown.apply(paredown.Plan.preset("lpmm"), model)                  # weights are stored in 8 bits
     opt = paredown.optim.AdamW(model.parameters(), lr=3e-4)              # and so are moments and gradient accumulators
@@ -34,7 +34,7 @@ from paredown.optim.rules import RULES, Rule
 
 @final
 class SGD(Optimizer):
-    """Stochastic gradient descent with optional (Nesterov) momentum: torch.optim.SGD's arguments, and formats of what it stores."""
+    """SGD, optionally with (Nesterov) momentum, with the arguments of torch.optim.SGD, and formats to store its tensors in."""
 
     rule_name, torch_class = "sgdm", torch.optim.SGD
 
@@ -51,7 +51,7 @@ class SGD(Optimizer):
         super().__init__(params, {**defaults, "maximize": maximize, **torch_options}, memory)
 
     def rule_for(self, group: Mapping[str, Any]) -> Rule:
-        """Return the update rule of a parameter group: SGD without momentum, with momentum, or with Nesterov momentum."""
+        """Return the rule of a parameter group: SGD without momentum, with momentum, or with Nesterov momentum."""
         return RULES["sgd" if not group["momentum"] else "nesterov" if group["nesterov"] else "sgdm"]
 
     def check_hyper(self, group: Mapping[str, Any]) -> None:
@@ -71,7 +71,7 @@ class SGD(Optimizer):
 
 @final
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay: torch.optim.AdamW's arguments, and formats of what it stores."""
+    """Adam with decoupled weight decay, with the arguments of torch.optim.AdamW, and formats to store its tensors in."""
 
     rule_name, torch_class = "adamw", torch.optim.AdamW
 
@@ -106,7 +106,7 @@ class AdamW(Optimizer):
 
 @final
 class Lion(Optimizer):
-    """The optimizer Lion: p <- p (1 - lr weight_decay) - lr sign(beta1 m + (1 - beta1) g), m <- beta2 m + (1 - beta2) g.
+    """The optimizer Lion: p <- p (1 - lr decay) - lr sign(beta1 m + (1 - beta1) g), m <- beta2 m + (1 - beta2) g.
 
     Every weight changes by lr in each step: in an 8-bit format by a whole step of the format with probability lr / step. Choose lr at least
     1 % of that step (`opt.diagnostics()` reports how often values change), or tier "half" or "fine_tune".
@@ -163,7 +163,7 @@ def lr_of(group: Mapping[str, Any]) -> float:
 
 
 def check_numbers(group: Mapping[str, Any], *names: str) -> None:
-    """Raise ValueError, as torch.optim does, if a hyperparameter in `names` is negative or a tensor of several values."""
+    """Raise ValueError, as torch.optim does, if a hyperparameter in `names` is negative or has several values."""
     for name in names:
         value = group[name]
         if isinstance(value, Tensor) and value.numel() != 1:
@@ -173,6 +173,6 @@ def check_numbers(group: Mapping[str, Any], *names: str) -> None:
 
 
 def check_betas(betas: Any) -> None:
-    """Raise ValueError for betas outside of [0, 1)."""
+    """Raise ValueError if `betas` are not two numbers in [0, 1)."""
     if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
         raise ValueError(f"Invalid betas: {betas}; each has to be at least 0 and below 1.")

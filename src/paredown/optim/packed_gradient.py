@@ -1,4 +1,4 @@
-"""`GradientSum`: an accumulator of gradients stored in a format, which p.grad shows as a `PackedGradient` (gradient_ops.py).
+"""`GradientSum` accumulates gradients in a low-bit format; p.grad shows it as a `PackedGradient` (gradient_ops.py).
 
     sum <- encode(decode(sum) * factor + gradient * weight), rounded stochastically
 
@@ -42,7 +42,7 @@ from paredown.optim.reference import Fold
 
 @dataclass(eq=False)
 class GradientSum:
-    """A packed sum of the gradients of one parameter, whose buffers the optimizer changes in place; user code reads a `PackedGradient`."""
+    """The packed sum of one parameter's gradients, stored by the optimizer; p.grad shows it as a `PackedGradient`."""
 
     packed: PackedTensor
     seed: Seed
@@ -57,9 +57,9 @@ class GradientSum:
 
     @staticmethod
     def over(packed: PackedTensor, seed: Seed, *, weight: float = 1.0) -> GradientSum:
-        """Return a sum that is stored in `packed`, whose codes are in the order of the parameter's indices.
+        """Return a sum of gradients that is stored in `packed`, which must be in the order of the parameter's dimensions.
 
-        `weight`: the factor of each gradient before it is added. `seed`: of stochastic rounding.
+        `weight`: the factor of each gradient before it is added. `seed`: the source of random bits for stochastic rounding.
         """
         if packed.order != tuple(range(len(packed.shape))):
             raise OptimError(
@@ -68,7 +68,7 @@ class GradientSum:
         return GradientSum(packed, seed, torch.ones((), device=packed.device), weight)
 
     def fold(self, grad: Tensor, *, weight: float, is_first: bool) -> None:
-        """Add `grad` * `weight` to the sum; start a new sum with it if `is_first`."""
+        """Add `grad` * `weight` to the sum, and round it to its format; if `is_first`, replace the sum by it."""
         grad = _as_plain(grad, self.packed)
         if not is_first:
             self.settle()
@@ -79,7 +79,7 @@ class GradientSum:
         self._reset_factor()
 
     def store(self, values: Tensor) -> None:
-        """Replace the sum of gradients by `values`."""
+        """Replace the sum of gradients by `values`, rounded to its format."""
         self.fold(values, weight=1.0, is_first=True)
 
     def zero(self) -> None:
@@ -90,13 +90,13 @@ class GradientSum:
         self._reset_factor()
 
     def factor_to_change(self) -> Tensor:
-        """Return the scalar tensor that multiplies all decoded values, for an operation that changes it in place."""
+        """Return the scalar tensor that multiplies all decoded values, for the caller to change in place."""
         self.settle()
         self.is_scaled = True
         return self.factor
 
     def clamp_min(self, floor: float) -> None:
-        """Clamp the sum's values to at least `floor`; the codes change when they are next read.
+        """Clamp the sum's values to at least `floor`; they are encoded again only when the codes are next read.
 
         clip_grad_value_ clamps at each bound in a call of its own; because the first is deferred, codes are rounded once.
         """
@@ -108,7 +108,7 @@ class GradientSum:
         self.store(self.decode(torch.float32).clamp_(max=ceiling))
 
     def settle(self) -> None:
-        """Encode the sum again if `clamp_min` has set a lower bound that the codes do not have yet."""
+        """Encode the sum again if `clamp_min` has set a lower bound that its codes do not respect yet."""
         if self.floor is not None:
             self.store(self.decode(torch.float32))
 
@@ -124,13 +124,13 @@ class GradientSum:
         return values.to(dtype)
 
     def copy(self, device: torch.device | None = None) -> GradientSum:
-        """Return a copy of the sum in new buffers, on `device`, or on the same device for None."""
+        """Return a copy of the sum in new memory on `device`; None means the same device."""
         target = device or self.packed.device
         copied = self.packed.mapped(lambda part: part.to(target, copy=True))
         return replace(self, packed=copied, factor=self.factor.to(target, copy=True))
 
     def _reset_factor(self) -> None:
-        """Set the factor to 1 and forget the lower bound of `clamp_min`, since new codes include both."""
+        """Set the factor to 1 and forget the bound of `clamp_min`: the sum was encoded again, and its codes include both."""
         self.floor = None
         if self.is_scaled:
             self.factor.fill_(1.0)
@@ -138,9 +138,9 @@ class GradientSum:
 
 
 def any_nonfinite(sums: list[GradientSum]) -> Tensor:
-    """Return a tensor with 1.0 if any value of these packed sums is NaN or infinite, and 0.0 otherwise.
+    """Return a scalar tensor: 1.0 if any value of these packed sums is NaN or infinite, and 0.0 otherwise.
 
-    Blocks that are not finite have scale NaN.
+    Scales are read instead of values, since a block that is not finite has scale NaN.
     """
     scales = [s.packed.scales for s in sums]
     floats = [t for t in scales if t is not None and t.is_floating_point() and t.numel()]
@@ -152,10 +152,7 @@ def any_nonfinite(sums: list[GradientSum]) -> Tensor:
 
 
 def norms(sums: list[GradientSum]) -> list[Tensor | None]:
-    """Return the Euclidean norm of each packed sum in float32; None where no kernel reads the format.
-
-    Kernels compute them in one launch for each format.
-    """
+    """Return the Euclidean norm of each packed sum, by one kernel launch for each format; None where no kernel reads it."""
     result: list[Tensor | None] = [None] * len(sums)
     by_format: dict[Any, list[int]] = {}
     for i, held in enumerate(sums):
@@ -171,7 +168,7 @@ def norms(sums: list[GradientSum]) -> list[Tensor | None]:
 
 
 def _as_plain(grad: Tensor, packed: PackedTensor) -> Tensor:
-    """Return a gradient as a contiguous tensor of a dtype that the codec encodes; raise OptimError if it cannot be added to `packed`."""
+    """Return `grad` contiguous, in a dtype that `encode` takes; raise OptimError if it cannot be added to the sum `packed`."""
     if grad.layout is not torch.strided or grad.is_complex():
         what = "complex" if grad.is_complex() else f"sparse ({str(grad.layout).removeprefix('torch.')})"
         raise OptimError(
@@ -189,7 +186,10 @@ def _as_plain(grad: Tensor, packed: PackedTensor) -> Tensor:
 
 @dataclass(eq=False)
 class Lease:
-    """A reference to a packed sum, shared by tensors that show it; it changes to a copy before the optimizer overwrites the sum."""
+    """What p.grad and other tensors hold to refer to the sum of gradients whose values they show.
+
+    Before the optimizer overwrites that sum, a lease that is still in use is given a copy, so that the tensors keep their values.
+    """
 
     total: GradientSum
     last: weakref.ref[Lease] | None = field(default=None)  # the lease of the current p.grad, made by `lend`

@@ -1,4 +1,4 @@
-"""`PackedParameter`: a packed weight outside of its modules (torch.optim steps, weight averages, penalties, logs, copies).
+"""`PackedParameter` is the class of a packed weight outside of its modules, such as in optimizers and penalties.
 
     access                                              result
     size, dtype, device, grad, hooks, zeros_like ...    metadata of the parameter; nothing is decoded
@@ -67,7 +67,7 @@ STORAGES = frozenset(("untyped_storage", "storage", "_typed_storage"))
 
 
 class PackedParameter(Tensor):
-    """A parameter (or a view of one) whose values are stored packed; `weight_of(p)` returns the codes.
+    """The class of a parameter whose values are stored packed, and of its views; `weight_of(p)` returns the codes.
 
     Modules hold the parameter itself, an nn.Parameter without memory; `Weight.hide` gives it this class. Views are made by the constructor.
     A view can be the local tensor of a DTensor or an argument of a collective, so calls from C++ come to its `__torch_dispatch__`.
@@ -75,9 +75,10 @@ class PackedParameter(Tensor):
 
     @staticmethod
     def __new__(cls: type[PackedParameter], weight: Weight, like: Tensor, base: Tensor | None = None) -> PackedParameter:
-        """Return a view of a packed weight with the size, strides and offset of `like`.
+        """Return a view of a packed parameter with the size, strides and offset of `like`.
 
-        `base`: the decoded values of which `like` is a view; None if they are not at hand."""
+        `base`: the decoded values of which `like` is a view, kept to read from; None if there are none.
+        """
         view: PackedParameter = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             like.size(),
@@ -135,7 +136,7 @@ class PackedParameter(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator that C++ calls, such as those of DistributedDataParallel, on decoded values.
+        """Run, on decoded values, an operator that C++ code calls with a packed parameter, such as DistributedDataParallel's.
 
         Arguments that the operator's schema marks for writing are encoded again.
         """
@@ -152,14 +153,11 @@ class PackedParameter(Tensor):
 
 
 class Decoded(torch.autograd.Function):
-    """The autograd function that decodes a packed parameter.
-
-    The gradient of the values is the gradient of the parameter.
-    """
+    """The autograd function that decodes a packed parameter; the gradient of the values is that of the parameter."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor) -> Tensor:
-        """Return the decoded values of the packed parameter."""
+        """Return the values of a packed parameter, decoded."""
         ctx.weight = weight = _weight(packed)
         return _of_base(packed, weight.decode())
 
@@ -170,15 +168,15 @@ class Decoded(torch.autograd.Function):
 
 
 class FrozenLinear(torch.autograd.Function):
-    """The autograd function for F.linear with a frozen packed weight, which saves nothing and decodes the weight in backward.
+    """The autograd function for F.linear with a frozen packed weight, which saves no values: backward decodes them again.
 
-    torch.utils.checkpoint compares the tensors that both forward passes save. In one of them the weight may be plain (the session was
-    closed), and F.linear would save it: so the hook of a checkpoint is called with it, and what the hook returns is dropped.
+    torch.utils.checkpoint compares the tensors that both forward passes save. If the session is closed between them, F.linear saves the
+    unpacked weight in the second; therefore this forward calls the checkpoint's hook with the weight, too, and drops the result.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Weight, dtype: torch.dtype, bias: Tensor | None, on_save: Any) -> Tensor:
-        """Return F.linear of x with the weight decoded in `dtype`; `on_save`: the pack hook of torch.utils.checkpoint, or None."""
+        """Return F.linear of `x` and the decoded weight; `on_save` is the pack hook of a running checkpoint, or None."""
         values = weight.decode(dtype)
         ctx.weight, ctx.version, ctx.dtype = weight, weight.version, dtype
         if on_save is not None:
@@ -197,7 +195,7 @@ _apply_frozen_linear: Any = super(torch.autograd.Function, FrozenLinear).apply  
 
 
 def _linear_of_frozen(x: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor | None:
-    """Return F.linear(x, packed, bias) for a frozen packed weight; None for any other weight.
+    """Return F.linear(x, packed, bias) if `packed` is a frozen packed weight, without saving its values; None if it is not.
 
     As autocast does, casts are made before the product, so that the gradient of `x` is cast back once.
     """
@@ -219,14 +217,14 @@ def _linear_of_frozen(x: Tensor, packed: Any, bias: Tensor | None = None) -> Ten
 
 
 def call_outside_compile(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return func(*args, **kwargs) on decoded weights, as `call_decoded` does, in a call that torch.compile does not trace."""
+    """Return func(*args, **kwargs) as `call_decoded` does, but excluded from tracing by torch.compile."""
     if "torch._dynamo" not in sys.modules:
         return call_decoded(func, args, kwargs)
     return _call_decoded_eagerly()(func, args, kwargs)
 
 
 def call_in_compiled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return func(*args, **kwargs) on decoded weights, untraced, and record that a compiled graph used the packed parameters."""
+    """Return func(*args, **kwargs) as `call_decoded` does, excluded from tracing; mark the parameters as used by a graph."""
     for packed in [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is PackedParameter]:
         if not _is_view(packed):
             _weight(packed).was_compiled = True
@@ -246,7 +244,10 @@ def _call_decoded_eagerly() -> Any:
 
 
 def call_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return func(*args, **kwargs) for a torch function that has packed parameters, or views of them, among its arguments."""
+    """Return func(*args, **kwargs) for a torch function among whose arguments are packed parameters or views of them.
+
+    Functions that need values get decoded ones; those about sizes, dtypes and gradients do not.
+    """
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         owner = func.__self__
@@ -286,7 +287,7 @@ def _set_data(packed: Tensor, values: Tensor) -> None:
 
 
 def _computed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return func(*args, **kwargs), named `name`, on decoded values; packed parameters that it writes to are encoded again."""
+    """Return func(*args, **kwargs) computed on decoded values; a packed parameter that `func` writes to is encoded again."""
     is_collective = (getattr(func, "__module__", None) or "").startswith("torch.distributed")
     writes = name in WRITES or (name.endswith("_") and not name.endswith("__"))
     values, first = DecodedValues(torch.is_grad_enabled() and not is_collective, writes), torch._C._autograd._get_sequence_nr()
@@ -301,13 +302,13 @@ def _computed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class DecodedValues:
-    """The decoded values of packed tensors among the arguments of one torch function."""
+    """The decoded values of the packed parameters that one call of a torch function gets; written ones are encoded again."""
 
     def __init__(self, tracks_gradients: bool, writes: bool = False) -> None:
         """Prepare the call of one torch function.
 
-        `tracks_gradients`: gradients flow through decoding to the parameters. `writes`: the function works in place, and so on the
-        values that an earlier function wrote, if these are not encoded yet.
+        `tracks_gradients`: gradients flow through decoding to the parameters. `writes`: the function works in place; it gets the
+        values that an earlier in-place function wrote, if these are not encoded yet.
         """
         self._tracks, self._writes = tracks_gradients, writes
         self._bases: dict[Weight, tuple[Tensor, int]] = {}  # decoded values, shared by all views of a weight, and their `_version`
@@ -315,7 +316,7 @@ class DecodedValues:
         self._pairs: dict[int, tuple[Tensor, Tensor, Any, int]] = {}
 
     def of(self, arguments: Any) -> Any:
-        """Return the arguments of the call with decoded values in place of packed tensors."""
+        """Return `arguments` of the function with decoded values in place of packed parameters."""
         return tree_map(lambda leaf: self._value(leaf) if type(leaf) is PackedParameter else leaf, arguments)
 
     def _value(self, packed: Tensor) -> Tensor:
@@ -366,7 +367,7 @@ class DecodedValues:
                     torch._C._increment_version((packed,))
 
     def report_use(self, result: Any, first: int) -> None:
-        """Tell the session of the function's result and the decoded values, so that it frees the latter until backward.
+        """Pass the function's result and the decoded values to the session, which frees them until backward needs them.
 
         `first`: the sequence number of the first autograd node that the call made.
         """
@@ -376,7 +377,7 @@ class DecodedValues:
             reports[0](result, first, used)
 
     def wrap(self, result: Any) -> Any:
-        """Return the function's result with packed tensors in place of decoded values and their views."""
+        """Return the function's result, in which decoded values and views of them are replaced by packed parameters."""
         originals = {id(value): packed for packed, value, *_ in self._pairs.values()}
         storages = {base.untyped_storage()._cdata: (weight, base) for weight, (base, _) in self._bases.items()}
 
@@ -390,7 +391,7 @@ class DecodedValues:
 
 
 def _may_be_view(result: Any) -> bool:
-    """Return whether a function's result may be a view of an argument: an ordinary tensor with a storage and without grad_fn."""
+    """Return whether a function's result may be a view of decoded values: an ordinary strided tensor without grad_fn."""
     is_plain = type(result) is Tensor and result.grad_fn is None and result.layout is torch.strided and result.device.type != "meta"
     return is_plain and not torch._C._functorch.is_batchedtensor(result)
 
@@ -402,12 +403,12 @@ def _weight(packed: Tensor) -> Weight:
 
 
 def _is_view(packed: Tensor) -> bool:
-    """Return whether a packed tensor is a view of a parameter rather than the parameter."""
+    """Return whether a `PackedParameter` is a view of a parameter rather than the parameter itself."""
     return HELD in vars(packed)
 
 
 def _held(packed: Tensor) -> Tensor | None:
-    """Return the decoded values from which the view `packed` was made; None if it has none, or the weight has changed since."""
+    """Return the decoded values that a view keeps; None if it keeps none, or the parameter has changed since."""
     held = vars(packed).get(HELD)
     return held[1] if held is not None and held[0] == _weight(packed).version else None
 
@@ -431,7 +432,7 @@ def _value(packed: Tensor) -> Tensor:
 
 
 def view_of(packed: Tensor) -> PackedParameter:
-    """Return a new view of a packed parameter, or of its view, with the same size and strides."""
+    """Return a new view of `packed`, a packed parameter or a view of one, with the same size and strides."""
     with torch._C.DisableTorchFunctionSubclass():
         view = PackedParameter(_weight(packed), packed)
     vars(view).update({HELD: vars(packed).get(HELD), IS_PARAMETER: False if _is_view(packed) else None})
@@ -439,7 +440,7 @@ def view_of(packed: Tensor) -> PackedParameter:
 
 
 def decoded_copy(packed: PackedParameter) -> Tensor:
-    """Return an ordinary parameter with the decoded values of a packed one; an ordinary tensor for a view."""
+    """Return an nn.Parameter with the decoded values of a packed parameter, or an ordinary tensor for a view of one."""
     values = _value(packed)
     values = values.clone() if _is_view(packed) else values
     return nn.Parameter(values, packed.requires_grad) if isinstance(packed, nn.Parameter) else values

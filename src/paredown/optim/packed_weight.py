@@ -1,4 +1,4 @@
-"""`Weight`: the codes of a packed parameter, and the switch of the parameter between packed and plain.
+"""`Weight` has the codes of a packed parameter, and switches the parameter between packed and plain (decoded).
 
     packed     p is a `PackedParameter` of the same size, strides, dtype and device, without memory; codes and scales are in `weight.packed`
     plain      p is an ordinary nn.Parameter whose memory holds the decoded values; so it is while one of its modules runs
@@ -51,7 +51,7 @@ SAMPLED = 1 << 13  # values of the first rows, on which rounding errors are meas
 
 
 class NoMemory(Tensor):
-    """A tensor subclass for the data of a packed parameter, which counts as 0 bytes where tools sum the bytes of tensors."""
+    """The class of the tensor without memory that is the data of a packed parameter; its storage counts as 0 bytes."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,7 +62,7 @@ class NoMemory(Tensor):
 
 
 class Weight:
-    """The codes of a packed parameter, and the methods that give the parameter decoded memory or take it away."""
+    """The codes in which one parameter is stored, with methods that give the parameter decoded memory or take it away."""
 
     __slots__ = (
         "__weakref__", "_decode", "_exported", "_is_contiguous", "_packed", "_packed_class", "_ref", "_shared", "accumulator",
@@ -79,7 +79,7 @@ class Weight:
         on_use: weakref.WeakMethod[OnUse] | None = None,
         hook_of_checkpoint: Callable[[], PackHook | None] | None = None,
     ) -> None:
-        """Hold the codes `packed` of `parameter`, whose class is `packed_class` while it has no memory.
+        """Store `parameter` in the codes `packed`; `packed_class` is the parameter's class while it has no memory.
 
         A session passes two functions. `on_use` is called after functions outside of modules, with the result, the sequence number of the
         first new autograd node, and the decoded values. `hook_of_checkpoint` returns the pack hook of the checkpoint that currently runs.
@@ -90,11 +90,11 @@ class Weight:
         self.written: Tensor | None = None  # values whose encoding is deferred
         self.version = 0  # incremented with every change of the values
         self.users = 0  # modules whose forward is running
-        self.references = 0, 0  # to the plain parameter before its use, as `count_references` returns them
-        self.address = 0  # of the storage of the plain parameter, 0 while packed
-        self.seen = 0  # `_version` of the parameter when it was made plain
+        self.references = 0, 0  # to the decoded parameter before its use, as `count_references` returns them
+        self.address = 0  # of the storage of the decoded parameter, 0 while it is packed
+        self.seen = 0  # `_version` of the parameter when it was decoded
         self.accumulator: Any = None  # the node of the parameter's gradient, while a module uses it
-        self.is_pinned = False  # whether it always has plain memory besides its codes (compiled models)
+        self.is_pinned = False  # whether it always has decoded memory besides its codes (compiled models)
         self.in_graphs = False  # whether compiled graphs read the codes, which are then written at once
         self.is_checked = False  # whether its modules are known not to write it through .data, which autograd does not count
         self.was_compiled = False  # whether torch.compile traced a function of it
@@ -106,15 +106,15 @@ class Weight:
         self._take(parameter, packed)
 
     def _take(self, like: Tensor, packed: PackedTensor) -> None:
-        """Hold the codes of `packed` from now on, with the size, strides, dtype and device of the tensor `like`."""
+        """Replace the codes by `packed`, and note the size, strides, dtype and device of `like`, which the parameter has."""
         self._packed, self.dtype, self.size = packed, like.dtype, like.size()
-        self.empty = empty_like(like)  # of its size, strides, dtype and device, without memory
+        self.empty = empty_like(like)  # a tensor of its size, strides, dtype and device, without memory
         self.device_type = like.device.type
         self.stride, self._is_contiguous = self.empty.stride(), self.empty.is_contiguous()
         self._decode = _decoder(packed)
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # copies of a parameter are plain
+        return type(None), ()  # copies of a parameter are not packed
 
     @property
     def parameter(self) -> nn.Parameter | None:
@@ -123,22 +123,22 @@ class Weight:
 
     @property
     def packed(self) -> PackedTensor:
-        """The codes and scales, in the order of the parameter's indices whatever its strides."""
+        """The codes and scales, in the order of the parameter's dimensions, whatever its strides are."""
         if self.written is not None:
             self.encode()
         return self._packed
 
     @property
     def is_attached(self) -> bool:
-        """Whether the weight belongs to a session."""
+        """Whether a session has packed this parameter and still owns it."""
         return self.on_use is not None
 
     def attach(self, on_use: weakref.WeakMethod[OnUse], hook_of_checkpoint: Callable[[], PackHook | None]) -> None:
-        """Make a session the owner of this weight, by two functions of the session that the constructor describes."""
+        """Make a session the owner of this parameter; `__init__` describes the session's two functions."""
         self.on_use, self.hook_of_checkpoint = on_use, hook_of_checkpoint
 
     def detach(self) -> None:
-        """Release the weight from its session; the parameter stays packed."""
+        """End the ownership of a session, as when it is closed; the parameter stays packed."""
         self.on_use = self.hook_of_checkpoint = self.on_write = self.accumulator = None
         self.users, self.is_pinned = 0, False
         self.hide()
@@ -150,7 +150,7 @@ class Weight:
 
     @property
     def is_released(self) -> bool:
-        """Whether the parameter is an ordinary nn.Parameter again, or belongs to another `Weight`."""
+        """Whether the parameter has left these codes: it is an ordinary nn.Parameter, or belongs to another `Weight`."""
         parameter = self.parameter
         return parameter is not None and weight_of(parameter) is not self
 
@@ -167,7 +167,7 @@ class Weight:
     # --- values -------------------------------------------------------------------------------------------------------
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the decoded values in new memory with the strides of the parameter, in `dtype` if given."""
+        """Return the decoded values in new memory, with the parameter's strides, in `dtype` (None: the parameter's)."""
         if self.written is not None:
             self.encode()
         if torch.is_inference_mode_enabled():  # the result may be used outside of inference mode
@@ -187,7 +187,7 @@ class Weight:
         return out if made is wanted else out.to(wanted)
 
     def shared(self, dtype: torch.dtype) -> Tensor:
-        """Return the decoded values in `dtype`, for reading only: the tensor of the previous call while it is alive, else a new one."""
+        """Return the decoded values in `dtype`, only for reading: callers get the same memory as long as one of them keeps it."""
         version, ref = self._shared.get(dtype, (-1, None))
         if ref is not None and version == self.version:
             alive: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
@@ -199,12 +199,12 @@ class Weight:
         return made
 
     def check_version(self, version: int) -> None:
-        """Raise autograd's error for modified saved tensors if the values were changed after they had this version number."""
+        """Raise autograd's error for a saved tensor that was modified, if the values have changed since version `version`."""
         if self.version != version:
             raise RuntimeError(MODIFIED.format(version, self.version))
 
     def exported(self) -> Tensor:
-        """Return the decoded values; further calls return the same tensor as long as it is alive and unchanged."""
+        """Return the decoded values, for copies of the model's state: the same tensor while it is alive and unchanged."""
         version, count, ref = self._exported
         made = ref() if ref is not None and version == self.version else None
         if made is None or made._version != count:
@@ -228,13 +228,13 @@ class Weight:
         self.written = values
 
     def encode(self) -> None:
-        """Encode the values that `write` left to be encoded later, if there are any."""
+        """Encode the values that `write` has kept, if there are any."""
         values = self.written
         if values is not None:
             self.store(values)
 
     def store(self, values: Tensor) -> None:
-        """Replace the codes by those of `values`, rounded to nearest; the parameter gets their dtype, device and shape."""
+        """Replace the values by `values`, rounded to nearest; the parameter takes over their dtype, device and shape."""
         self.written = None
         if not _can_be_packed(values):
             self.release(values)
@@ -245,7 +245,7 @@ class Weight:
         self.changed()
 
     def _store(self, values: Tensor) -> bool:
-        """Replace the codes by those of `values`; return whether these differ from the previous ones in size, strides, dtype or device."""
+        """Replace the values by `values`, encoded; return whether the parameter's size, strides, dtype or device change with it."""
         values = values.detach()
         with torch.no_grad(), outside_inference_mode():
             values = values if values.dtype in DTYPES else values.to(self.dtype)
@@ -266,14 +266,14 @@ class Weight:
         return is_other
 
     def unencoded(self) -> Tensor | None:
-        """Return the values that the codes may lack: those given to `write`, or else the decoded parameter; None if neither exists."""
+        """Return values that may differ from the codes: those of `write`, or of the decoded parameter; None if there are none."""
         parameter = self.parameter
         return self.written if self.written is not None or parameter is None or not self.address else parameter.detach()
 
     def update_errors(self, values: Tensor) -> tuple[float, float]:
-        """Return how large the change to `values` is, |change| / |values|, and its rounding error in this format, |error| / |change|.
+        """Return two errors of replacing the values by `values`: |change| / |values|, and |rounding error| / |change|.
 
-        Both are measured on the first rows; (1, 0) if shape, dtype or device differ from the parameter's.
+        Both are measured on the first rows; the result is (1, 0) if shape, dtype or device differ from the parameter's.
         """
         if not self._is_like(values):
             return 1.0, 0.0
@@ -286,10 +286,7 @@ class Weight:
         return change / norm if norm else 1.0, error / change if change else 0.0
 
     def _has(self, values: Tensor) -> bool:
-        """Return whether `values` equal the decoded ones bit for bit, in the same shape, dtype, device and strides.
-
-        The first row is compared before all others are decoded.
-        """
+        """Return whether `values` equal the decoded values bit for bit, in the same shape, dtype, device and strides."""
         if not self._is_like(values) or strides_of(values) != self.stride:
             return False
         if values.dim() and self.format.block is not None and not same_bits(_first_rows(self._packed, 1).decode(), values[:1]):
@@ -297,12 +294,12 @@ class Weight:
         return same_bits(self.decode(), values)
 
     def _is_like(self, values: Tensor) -> bool:
-        """Return whether `values` have the shape, dtype and device of the parameter, and are not empty."""
+        """Return whether `values` have the shape, dtype and device of the parameter, and at least one value."""
         mine = self.size, self.dtype, self._packed.device
         return (values.size(), values.dtype, values.device) == mine and self.size.numel() > 0
 
     def changed(self) -> None:
-        """Record that an optimizer changed the codes, and decode the parameter again if it has memory."""
+        """Record that the codes have changed, as by an optimizer; if the parameter has decoded memory, decode it again."""
         self.version += 1
         self.written = None
         if self.address:  # in use: the new values and a new `_version` have to be visible
@@ -318,7 +315,7 @@ class Weight:
     # --- the parameter ------------------------------------------------------------------------------------------------
 
     def _swap(self, data: Tensor, kind: type[Tensor]) -> Any:
-        """Set the parameter's .data to `data` and its class to `kind`, and return it; return None if it was deleted.
+        """Set .data and the class of the parameter, and return it; return None if user code has deleted it.
 
         While a module runs, only the class nn.Parameter itself is an ordinary parameter to all code: functions of torch would call the
         `__torch_function__` of another class, and those that check for the exact type would take a slower path or refuse. Afterwards the
@@ -332,21 +329,21 @@ class Weight:
         return parameter
 
     def show(self) -> None:
-        """Give the parameter decoded values in new memory."""
+        """Make the parameter an ordinary nn.Parameter with decoded values in new memory, which modules need when they run."""
         values = self.decode()
         parameter = self._swap(values, nn.Parameter)
         assert parameter is not None
         self.address, self.seen = values.untyped_storage()._cdata, parameter._version
 
     def hide(self) -> None:
-        """Take the parameter's memory away; views and saved tensors of that memory stay valid."""
+        """Make the parameter a packed one without memory; views and saved tensors of its decoded memory stay valid."""
         if not self.is_released:
             self._swap(self.empty, self._packed_class)
         self.address = 0
 
     @contextmanager
     def viewable(self) -> Generator[None]:
-        """Return a context in which autograd can view the packed parameter, which builds of torch for CUDA otherwise refuse."""
+        """Return a context in which autograd can make views of the packed parameter, which builds for CUDA refuse outside of it."""
         self._swap(torch.empty((), dtype=self.dtype, device=self.packed.device).expand(self.size), self._packed_class)
         yield
         self.hide()
@@ -357,15 +354,15 @@ class Weight:
         return (parameter._use_count(), sys.getrefcount(parameter)) if parameter is not None else (0, 0)
 
     def is_referenced(self, *, by_objects: bool = False) -> bool:
-        """Return whether the decoded parameter has more references than when its module began to run.
+        """Return whether other code has kept references to the decoded parameter since its module began to run.
 
-        `by_objects`: count the references to the Python object too.
+        `by_objects`: count references to the Python object, too, not only to the C++ tensor.
         """
         (tensors, objects), (tensors_before, objects_before) = self.count_references(), self.references
         return tensors > tensors_before or (by_objects and objects > objects_before)
 
     def keep_changes(self) -> bool:
-        """Encode the decoded parameter if other code has written to it since `show`, and return whether it has."""
+        """Encode the decoded parameter if other code has written to it since `show`; return whether other code has."""
         parameter = self._ref()
         if parameter is None or not self.address:
             return False
@@ -383,9 +380,10 @@ class Weight:
         return is_other
 
     def gather(self) -> bool:
-        """Encode the decoded parameter if other code has written to it, also by .data, and return whether it has.
+        """Encode the decoded parameter if other code has written to it, also by .data; return whether other code has.
 
-        This is called before the codes are read and changed."""
+        Code that reads the codes in order to change them must call this before.
+        """
         if not self.address:
             return False
         self.is_checked = False  # compare values, since .data may have been written
@@ -396,17 +394,14 @@ class Weight:
         return is_other
 
     def pin(self) -> None:
-        """Leave the parameter decoded from now on, in memory that stays the same."""
+        """Keep the parameter decoded from now on, at the same address, in addition to its codes, for compiled models."""
         self.users += 1
         if not self.address:
             self.show()
         self.is_pinned = True
 
     def release(self, values: Tensor | None = None) -> None:
-        """Make the parameter an ordinary nn.Parameter for good.
-
-        It gets `values`, which cannot be packed, or for None the decoded values.
-        """
+        """Make the parameter an ordinary nn.Parameter for good, with `values`, or with the decoded values for None."""
         parameter = self.parameter
         if parameter is not None and not self.is_released:
             if values is not None:
@@ -425,7 +420,7 @@ def weight_of(parameter: Tensor) -> Weight | None:
 def pack(parameter: nn.Parameter, format: Format, packed_class: type[Tensor], **hooks: Any) -> Weight:
     """Pack a parameter in `format`, rounded to nearest, and return the `Weight` that holds its codes.
 
-    References to its old memory stay valid. `packed_class` and `hooks` are arguments of `Weight`.
+    Views and saved tensors of its old memory stay valid. `packed_class` and `hooks` are arguments of `Weight`.
     """
     with torch.no_grad(), outside_inference_mode():
         packed = encode(parameter.detach(), format, order="logical")
@@ -439,7 +434,7 @@ def pack(parameter: nn.Parameter, format: Format, packed_class: type[Tensor], **
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """Return a tensor without memory, with the size, dtype, device and strides of `tensor` (contiguous if it has gaps)."""
+    """Return a tensor without memory that has the size, dtype, device and strides of `tensor`, or of a dense copy of it."""
     with outside_inference_mode():
         empty = torch.empty_like(tensor, requires_grad=False)
     empty.untyped_storage().resize_(0)
@@ -452,7 +447,7 @@ def empty_like(tensor: Tensor) -> Tensor:
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a dense copy of `tensor`: its own strides, or contiguous ones if it has gaps or overlaps."""
+    """Return the strides of a dense copy of `tensor`: its own, or contiguous ones if it has gaps or overlaps."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
@@ -462,7 +457,7 @@ def outside_inference_mode() -> AbstractContextManager[Any]:
 
 
 def _num_sampled_rows(shape: torch.Size) -> int:
-    """Return how many rows of a tensor of this shape have about SAMPLED values together, at least 1."""
+    """Return how many rows of a tensor of this shape to measure rounding errors on: about SAMPLED values, at least 1 row."""
     return max(SAMPLED * shape[0] // max(shape.numel(), 1), 1)
 
 
@@ -476,7 +471,7 @@ def _first_rows(packed: PackedTensor, num_rows: int) -> PackedTensor:
 
 
 def _can_be_packed(values: Tensor) -> bool:
-    """Return whether a parameter with these values can be packed, which depends on their dtype, device and layout."""
+    """Return whether values of this dtype, device and layout can be packed: real and dense, on a CPU or GPU."""
     is_real = values.dtype in DTYPES or not (values.is_floating_point() or values.is_complex())
     return is_real and values.device.type in DEVICES and values.layout is torch.strided
 

@@ -1,14 +1,14 @@
-"""One parameter in an optimizer: the formats of its slots, its state in these formats, and the slots that an update reads.
+"""The state of one parameter in an optimizer: formats, moments in these formats, and the tensors that an update reads.
 
 Formats. A keyword (weight=, moment1=, ...) overrides the tier of the group, which overrides the plan of a session; without any of them
-everything is unmodified (tier "full"). A parameter of fewer than 2 dimensions or 4096 values is *small*: its state is float32 and its
-gradient plain, and a bfloat16 weight gets an 8-bit residue, since packing it would save little, and norms and biases are the most sensitive
-to rounding. Embeddings are not small.
+everything is unmodified (tier "full"). A parameter of fewer than 2 dimensions or 4096 values is *small*: its state is float32, its gradient
+is not packed, and a bfloat16 weight gets an 8-bit residue, since packing would save little, and norms and biases are the most sensitive to
+rounding. Embeddings are not small.
 
 State, as the tensors of torch's `state`:
 
     state["exp_avg.codes"] (rows, row_bytes) uint8, state["exp_avg.scales"] (rows, blocks)      a packed moment
-    state["exp_avg"]       of the parameter's shape                                             a plain moment, float32
+    state["exp_avg"]       of the parameter's shape                                             a float32 moment, not packed
     state["residue"]       int8, of the parameter's shape                                       the 8 bits below a bfloat16 weight
 
 A row is one index of dimension 0, so that no row lies on two shards. The second moment is stored as its square root, which halves the range
@@ -48,7 +48,7 @@ Choice = tuple[Format | None, Rounding]
 
 @dataclass(frozen=True)
 class RequestedFormats:
-    """The formats and roundings that a session's plan requests for a parameter, its gradient and its moments."""
+    """The formats and roundings that a session's plan wants an optimizer to use for a parameter, its gradient and moments."""
 
     name: str
     choices: Mapping[Role, Choice]
@@ -59,12 +59,12 @@ _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak refere
 
 
 def request_of(parameter: Tensor) -> RequestedFormats | None:
-    """Return the formats that the plan of an open session requests for this parameter; None without one."""
+    """Return the formats that the plan of an open session requests for this parameter; None without a session."""
     return _REQUESTS.get(parameter)
 
 
 def request_formats(model: nn.Module, rows: list[tuple[nn.Parameter, RequestedFormats]]) -> None:
-    """Record the formats that a plan requests for each parameter, and pass them on to existing optimizers."""
+    """Record the formats that a plan requests for each parameter; optimizers of `model` without state adopt them."""
     for parameter, request in rows:
         _REQUESTS[parameter] = request
     for owner in {owner_of(parameter) for parameter in model.parameters()} - {None}:
@@ -73,13 +73,13 @@ def request_formats(model: nn.Module, rows: list[tuple[nn.Parameter, RequestedFo
 
 
 def withdraw_requests(model: nn.Module) -> None:
-    """Remove the formats that a plan requested from the parameters of `model`."""
+    """Forget the formats that a plan has requested for the parameters of `model`, since its session is closed."""
     for parameter in model.parameters():
         _REQUESTS.pop(parameter, None)
 
 
 def set_owner(parameter: Tensor, owner: Any) -> None:
-    """Record that the optimizer `owner` updates a parameter; the previous one removes its hooks from the parameter."""
+    """Record that the optimizer `owner` updates a parameter; the optimizer that did so before removes its hooks from it."""
     before = owner_of(parameter)
     if before is not None and before is not owner:
         before.let_go(parameter)
@@ -87,7 +87,7 @@ def set_owner(parameter: Tensor, owner: Any) -> None:
 
 
 def remove_owner(parameter: Tensor, owner: Any) -> None:
-    """Remove the record that the optimizer `owner` updates a parameter; the record of any other owner stays."""
+    """Forget that the optimizer `owner` updates a parameter; if another optimizer is recorded, that record stays."""
     if owner_of(parameter) is owner:
         _OWNERS.pop(parameter, None)
 
@@ -105,7 +105,7 @@ FROM_TIER = "tier"  # default of a keyword: the format of the tier or the plan
 
 @dataclass(frozen=True)
 class SlotFormats:
-    """The formats (None: plain) and roundings of one parameter's weight, moments, gradient and residue."""
+    """How an optimizer stores the weight, gradient, moments and residue of one parameter: formats (None: unpacked), roundings."""
 
     name: str
     is_full: bool  # nothing is packed, and torch.optim updates the parameter
@@ -113,11 +113,11 @@ class SlotFormats:
     slots: Mapping[Role, Choice]
 
     def format(self, role: Role) -> Format | None:
-        """Return the format of the slot with this role; None if it is not packed."""
+        """Return the format of this parameter's weight, gradient, moment or residue, as `role` says; None if it is unpacked."""
         return self.slots[role][0]
 
     def rounding(self, role: Role) -> Rounding:
-        """Return the rounding of the slot with this role."""
+        """Return the rounding of this parameter's weight, gradient, moment or residue, as `role` says."""
         return self.slots[role][1]
 
 
@@ -125,7 +125,7 @@ PLAIN: Choice = (None, Rounding.NEAREST_EVEN)
 
 
 def choose(parameter: Tensor, group: Mapping[str, Any], request: RequestedFormats | None, default_name: str) -> SlotFormats:
-    """Return the formats of a parameter, its gradient and its moments, from its parameter group `group` and the plan's `request`.
+    """Return how to store a parameter, its gradient and moments, given its parameter group and the plan's `request`.
 
     `request` is None if there is no plan; `default_name` is the parameter's name then.
     """
@@ -143,7 +143,7 @@ def choose(parameter: Tensor, group: Mapping[str, Any], request: RequestedFormat
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Raise OptimError if a parameter group has an unknown tier, role or rounding."""
+    """Raise OptimError if a parameter group names a tier (set of formats), a tensor's role or a rounding that is unknown."""
     tier = group.get("tier")
     if tier is not None and tier not in TIERS:
         raise OptimError(f"tier {tier!r} is unknown. Allowed: {', '.join(TIERS)}, or None for the plan's formats.")
@@ -181,7 +181,7 @@ def _format(keyword: Any, role: Role) -> Format | None:
 
 
 def _check(wanted: Mapping[Role, Choice], name: str) -> None:
-    """Raise OptimError if a parameter cannot be stored in the `wanted` formats together; the message calls it `name`."""
+    """Raise OptimError if a parameter, called `name` in the message, cannot be stored in the `wanted` formats."""
     weight, residue = wanted[Role.WEIGHT][0], wanted[Role.RESIDUE][0]
     if residue is not None and (str(residue) != "int8" or weight is None or str(weight) != "bf16"):
         raise OptimError(
@@ -222,8 +222,8 @@ class ParameterState:
     updated: bool = False  # under release: whether it was updated since the last step()
     is_started: bool = False  # with microbatches: whether a sum has started since the last update
     is_gone: bool = False  # a newer optimizer has the parameter
-    shadow: Tensor | None = None  # contiguous copy of a plain parameter that is not (channels_last)
-    unit: Any = None  # under release: the address of the parameter, its state, and the cached unit
+    shadow: Tensor | None = None  # contiguous copy of an unpacked parameter that is not contiguous (channels_last)
+    unit: Any = None  # under release: the address of the parameter, its state, and the cached `UpdateUnit`
     shape: torch.Size = field(init=False)
     weight: Weight | None = field(init=False)
 
@@ -238,7 +238,7 @@ class ParameterState:
 
     @property
     def rows_and_cols(self) -> tuple[int, int]:
-        """The rows and columns of the part of the parameter that this process has."""
+        """The rows and columns of the parameter that this process stores: under fully_shard, only some of the rows."""
         return Format.rows_and_cols(local(self.parameter).shape)
 
     @property
@@ -248,7 +248,7 @@ class ParameterState:
 
 
 def check_parameter(parameter: Any, place: str) -> None:
-    """Raise OptimError if an optimizer cannot update `parameter`; `place` says in the message where it was passed."""
+    """Raise OptimError if an optimizer cannot update `parameter`, which the message calls `place`."""
     if not isinstance(parameter, Tensor):
         raise OptimError(f"{place} is a {type(parameter).__name__}, not a tensor: give model.parameters(), or groups of them.")
     if parameter.is_complex():
@@ -262,7 +262,7 @@ def check_parameter(parameter: Any, place: str) -> None:
 
 
 def check_gradient(entry: ParameterState, grad: Tensor) -> None:
-    """Raise OptimError if a gradient is sparse or has another shape than its parameter."""
+    """Raise OptimError if a gradient is sparse, or has another shape than the parameter had when the optimizer was made."""
     p = entry.parameter
     if grad.layout is not torch.strided:
         raise OptimError(
@@ -293,7 +293,7 @@ def _first_index(parameter: DTensor, name: str) -> int:
 
 
 def zeros(shape: tuple[int, ...] | torch.Size, format: Format, dtype: torch.dtype, device: torch.device) -> PackedTensor:
-    """Return a packed tensor of zeros in the given format."""
+    """Return a packed tensor of zeros, which decodes to this shape and dtype."""
     encoding = Encoding(format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
     parts = encoding.empty_parts(*Format.rows_and_cols(shape), device=device, tensor_scale=None)
     for tensor in parts.tensors():
@@ -302,7 +302,7 @@ def zeros(shape: tuple[int, ...] | torch.Size, format: Format, dtype: torch.dtyp
 
 
 def roots_of(role: Role, format: Format | None) -> int:
-    """Return how often the square root of a tensor is taken before it is packed: 1 or 2 for second moments, otherwise 0."""
+    """Return how often a tensor's square root is taken before it is packed: 1 or 2 times for second moments, otherwise 0."""
     if role is not Role.MOMENT2 or format is None or format.block is None:
         return 0
     return 1 if format.element.width >= 8 else 2
@@ -315,7 +315,7 @@ def restart(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None:
 
 
 def fill_state(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None:
-    """Add the moments that `rule` needs and a parameter's `state` lacks, filled with zeros, and the residue and codes of its weight."""
+    """Add to `state` what is missing for an update by `rule`: moments of zeros, a residue, the codes of the weight."""
     plain = local(entry.parameter)
     for role, name in zip(rule.roles, rule.names, strict=True):
         format = entry.choices.format(role)
@@ -333,14 +333,14 @@ def fill_state(entry: ParameterState, rule: Rule, state: dict[str, Any]) -> None
 
 
 def has_residue(entry: ParameterState) -> bool:
-    """Return whether a parameter has a residue: a format for it was chosen, and the weight is bfloat16."""
+    """Return whether a bfloat16 weight has a residue, 8 more bits of precision, for which a format must have been chosen."""
     weight = entry.weight
     is_bf16 = local(entry.parameter).dtype is torch.bfloat16 if weight is None else str(weight.packed.format) == "bf16"
     return is_bf16 and entry.choices.format(Role.RESIDUE) is not None
 
 
 def put(state: dict[str, Any], name: str, parts: PackedParts) -> None:
-    """Add the codes and scales of a packed tensor to `state`, under names that begin with `name`."""
+    """Add the codes, scales and minimums of a packed tensor to `state`, as "name.codes", "name.scales", "name.minimums"."""
     state[f"{name}.codes"] = parts.codes
     for part, tensor in (("scales", parts.scales), ("minimums", parts.minimums)):
         if tensor is not None:
@@ -348,7 +348,7 @@ def put(state: dict[str, Any], name: str, parts: PackedParts) -> None:
 
 
 def parts_in(state: dict[str, Any], name: str) -> PackedParts:
-    """Return the codes, scales and minimums that `put` has added to `state` under `name`."""
+    """Return the codes, scales and minimums that `put` has added to `state` under this name."""
     return PackedParts(state[f"{name}.codes"], state.get(f"{name}.scales"), state.get(f"{name}.minimums"))
 
 
@@ -356,7 +356,7 @@ def parts_in(state: dict[str, Any], name: str) -> PackedParts:
 
 
 def unit_of(entry: ParameterState, rule: Rule, state: dict[str, Any], gradient: Tensor) -> UpdateUnit:
-    """Return the tensors that an update of this parameter by `rule` reads and writes."""
+    """Return the tensors that an update by `rule` reads and writes: weight, residue, the moments in `state`, and gradient."""
     rows, cols = entry.rows_and_cols
     moments = tuple(_moment_slot(entry, role, name, state) for role, name in zip(rule.roles, rule.names, strict=True))
     residue = state.get("residue") if has_residue(entry) else None
@@ -375,7 +375,7 @@ def unit_of(entry: ParameterState, rule: Rule, state: dict[str, Any], gradient: 
 
 
 def plain_slot(tensor: Tensor, rounding: Rounding) -> UpdateSlot:
-    """Return an unpacked tensor as a slot of an update, viewed as (rows, cols)."""
+    """Return an `UpdateSlot` for an unpacked tensor, through which an update reads and writes it as (rows, cols)."""
     return UpdateSlot(None, rounding, PackedParts(tensor.detach().view(Format.rows_and_cols(tensor.shape))))
 
 
@@ -387,7 +387,7 @@ def _moment_slot(entry: ParameterState, role: Role, name: str, state: dict[str, 
 
 
 def weight_slot(entry: ParameterState) -> UpdateSlot:
-    """Return the slot that an update reads and writes as the weight: the codes of a packed weight, or the parameter itself.
+    """Return the `UpdateSlot` through which an update writes a weight: its codes if it is packed, else the parameter itself.
 
     If the parameter is not contiguous, the update writes to a contiguous copy of it, its shadow.
     """
@@ -406,9 +406,9 @@ def weight_slot(entry: ParameterState) -> UpdateSlot:
 
 
 def gradient_slot(gradient: Tensor) -> UpdateSlot:
-    """Return the slot that an update reads as the gradient.
+    """Return the `UpdateSlot` through which an update reads this gradient.
 
-    A plain gradient is a new tensor in each step, so its slot has only dtype and size, without memory.
+    An unpacked gradient is a new tensor in each step, so its slot has only dtype and size, without memory.
     """
     if isinstance(gradient, PackedGradient):
         return UpdateSlot(gradient.packed.format, Rounding.STOCHASTIC, gradient.packed.parts)

@@ -1,4 +1,4 @@
-"""The definition of an optimizer update and of gradient accumulation, in plain torch: decode, rule, encode. Kernels return the same bits.
+"""`update` and `fold` define an optimizer step and gradient accumulation in plain torch; kernels return the same bits.
 
 Values are (rows, cols) in float32, blocks run along the rows, each operation is rounded once. With h the numbers of the step:
 
@@ -67,12 +67,12 @@ from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed, signed
 from paredown.optim.rules import Numbers, Rule, as_float32, from_stored_root, look_ahead, newton_schulz, step_along, stored_root
 
-PLAIN_BLOCK = 64  # values that are skipped together if one is not finite, where no slot has blocks
+PLAIN_BLOCK = 64  # values that are skipped together if one is not finite, for parameters without a tensor in blocks
 PLAIN_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class SlotKind(NamedTuple):
-    """The way in which one tensor of an update is stored: format or dtype, rounding, and how often its root is taken before."""
+    """How one weight, gradient or moment is stored: format or dtype, rounding, and how often its square root is taken first."""
 
     format: Format | None
     dtype: torch.dtype | None
@@ -81,16 +81,16 @@ class SlotKind(NamedTuple):
 
     @property
     def stored(self) -> Format:
-        """The format in which the values are stored; for a plain tensor, the one that equals its dtype."""
+        """The format in which the values are stored; for an unpacked tensor, the format that equals its dtype."""
         assert self.format is not None or self.dtype is not None
         return self.format or Format.parse(PLAIN_FORMATS[self.dtype])  # type: ignore[index]
 
 
 @dataclass(frozen=True, eq=False)
 class UpdateSlot:
-    """A tensor of a parameter (weight, gradient or moment) that an update reads and writes in place, (rows, cols).
+    """A weight, gradient or moment of one parameter as (rows, cols), which an update reads and writes in place.
 
-    It has codes and scales in `format`, or is a plain tensor in `parts.codes`. `roots`: the square root of the values is stored (1), or
+    It has codes and scales in `format`, or is an ordinary tensor in `parts.codes`. `roots`: the square root of the values is stored (1), or
     about their fourth root (2), see `rules.stored_root`. Such codes are at least 1.
     """
 
@@ -101,23 +101,23 @@ class UpdateSlot:
 
     @cached_property
     def kind(self) -> SlotKind:
-        """The way in which this tensor is stored (format or dtype, rounding, roots), as a hashable key."""
+        """How this tensor is stored (format or dtype, rounding, roots), as a hashable key."""
         return SlotKind(self.format, None if self.format is not None else self.codes.dtype, self.rounding, self.roots)
 
     @property
     def codes(self) -> Tensor:
-        """The tensor of codes, or the plain tensor itself."""
+        """The codes; for a tensor that is not packed, its values."""
         assert self.parts.codes is not None
         return self.parts.codes
 
     def rows(self, rows: slice) -> UpdateSlot:
-        """Return a slot whose tensors are views of these rows."""
+        """Return an `UpdateSlot` for some rows of the tensor, without a copy: its tensors are views."""
         codes, scales, minimums = (t if t is None else t[rows] for t in (self.parts.codes, self.parts.scales, self.parts.minimums))
         return UpdateSlot(self.format, self.rounding, PackedParts(codes, scales, minimums, self.parts.tensor_scale), self.roots)
 
 
 class UpdateLayout(NamedTuple):
-    """The rule and the formats of an update; parameters with the same layout are updated by one kernel launch."""
+    """The update rule, and how each tensor of a parameter is stored; one kernel launch updates all with the same layout."""
 
     rule: str
     block: int  # values that are skipped together if one is not finite
@@ -129,21 +129,21 @@ class UpdateLayout(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class UpdateUnit:
-    """All tensors that an update of one parameter reads and writes, with numbers that stay the same from step to step."""
+    """The tensors that an update of one parameter reads and writes, with sizes, ids and counters for all of its steps."""
 
     weight: UpdateSlot
-    residue: UpdateSlot | None  # plain int8 beside a plain bf16 weight
+    residue: UpdateSlot | None  # unpacked int8 beside an unpacked bf16 weight
     moments: tuple[UpdateSlot, ...]
     gradient: UpdateSlot
     rows: int
     cols: int
-    tensor_id: int  # of its random bits
-    first_index: int  # of its first value in the whole tensor
+    tensor_id: int  # selects its random bits
+    first_index: int  # index of its first value in the whole tensor
     factor: Tensor | None = None  # float32 scalar tensor, on the device
     counters: Tensor = field(default_factory=lambda: torch.zeros(5, dtype=torch.int32))  # see `reference.py`
 
     def how(self, rule: str) -> UpdateLayout:
-        """Return the layout (rule, formats and dtypes) of these tensors' update by the rule with this name."""
+        """Return the layout of these tensors' update by the rule with this name: the rule, and how each tensor is stored."""
         return UpdateLayout(rule, *self._stored)
 
     @cached_property
@@ -157,8 +157,8 @@ class UpdateUnit:
 # --- update and fold --------------------------------------------------------------------------------------------------
 
 LIMIT = 2.0**126
-SMALLEST_STICKY_CODE = 27  # of e8m0: 2^-100
-STAYS_ABOVE = 0.2  # of the largest value: a sticky scale is lowered below this
+SMALLEST_STICKY_CODE = 27  # code of e8m0 for 2^-100
+STAYS_ABOVE = 0.2  # share of the largest value below which a sticky scale is lowered
 SAMPLED_BLOCKS, SAMPLED_EVERY = 64, 16
 MOMENT_BITS = (0xA13FC965, 0xADB4A92D)  # factors from the random bits of a weight to those of its moments
 PLACE_BITS = (1, 0x7EB9D1C9, 0x73270133, 0x60BDADCF)  # factors from the random bits of four weights to those of each
@@ -170,7 +170,10 @@ GIVEN = "given"
 
 
 def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed: int) -> None:
-    """Update a parameter and its state in place by `rule`; `hyper`: the rule's hyperparameters; `step` is counted from 1."""
+    """Update a parameter and its state, the tensors in `unit`, in place by `rule`; `step` counts from 1.
+
+    `hyper`: the rule's hyperparameters, in the order of `hyper_names`. `seed`: of stochastic rounding.
+    """
     numbers, block = rule.numbers(hyper), unit.how(rule.name).block
     factor = numbers["factor"] if unit.factor is None else unit.factor.float() * numbers["factor"]
     direction = newton_schulz(_looked_ahead(unit, factor, numbers), numbers) if rule.is_of_matrix else None
@@ -192,7 +195,7 @@ def update(rule: Rule, unit: UpdateUnit, hyper: Sequence[float], step: int, seed
 
 
 def _looked_ahead(unit: UpdateUnit, factor: Tensor | float, numbers: Numbers) -> Tensor:
-    """Return the matrix that Muon orthogonalizes, bfloat16 (rows, cols), computed from the momentum and `factor` times the gradient."""
+    """Return the bfloat16 matrix that Muon orthogonalizes, a combination of its momentum and `factor` times the gradient."""
     mean = torch.empty(unit.rows, unit.cols, dtype=torch.bfloat16, device=unit.weight.codes.device)
     for rows in _pieces(unit.rows, unit.cols, mean.device):
         piece = _Piece(unit, rows, 0, Seed(0, 0))
@@ -202,7 +205,7 @@ def _looked_ahead(unit: UpdateUnit, factor: Tensor | float, numbers: Numbers) ->
 
 
 class Fold(NamedTuple):
-    """The instruction to add a gradient to a packed sum: sum <- encode(sum * factor + grad * weight), without the sum if `is_first`."""
+    """How a gradient is added to a packed sum: sum <- encode(sum * factor + grad * weight); if `is_first`, sum is 0."""
 
     weight: float
     factor: Tensor | None
@@ -212,7 +215,7 @@ class Fold(NamedTuple):
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add a gradient to a packed sum of gradients in place, weighted and rounded as `how` says."""
+    """Add `grad` to a packed sum of gradients in place, weighted and rounded as `how` says."""
     slot = UpdateSlot(packed.format, how.rounding, packed.parts)
     num_rows, cols = packed.format.rows_and_cols(packed.shape)
     grad = grad.detach().reshape(num_rows, cols)
@@ -227,7 +230,7 @@ def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
 
 
 def values(slot: UpdateSlot, cols: int, factor: Tensor | float | None = None) -> Tensor:
-    """Return the decoded float32 values of one tensor of an update, (rows, cols), times `factor` if given."""
+    """Return one tensor of an update decoded to float32, (rows, cols), and multiplied by `factor` if there is one."""
     if slot.format is None:
         x = slot.codes.float()
         return x if factor is None else x * factor
@@ -250,7 +253,7 @@ def _element_values(codes: Tensor, element: Element, cols: int) -> Tensor:
 
 
 def _pieces(rows: int, cols: int, device: torch.device) -> Iterator[slice]:
-    """Yield the slices of rows of a (rows, cols) parameter that an update processes one after the other, to save memory."""
+    """Yield slices of the rows of a (rows, cols) parameter, which an update processes one after the other."""
     if not cols:
         return
     height = update_rows(rows, cols) if device.type == "cpu" else max(1, GPU_PIECE // cols)
@@ -269,12 +272,12 @@ def update_rows(rows: int, cols: int) -> int:
 
 
 def _with_residue(weight: Tensor, residue: Tensor) -> Tensor:
-    """Return the 24-bit floats, as float32, that a bf16 weight and its 8-bit residue represent together."""
+    """Return, as float32, the 24-bit floats that a bf16 weight and the next 8 bits of each value, its residue, make up."""
     return ((weight.view(torch.int16).int() << 16) + (residue.int() << 8)).view(torch.float32)
 
 
 class _Piece:
-    """Some rows of a parameter and its state, decoded for one update."""
+    """Some rows of a parameter and its state, which an update decodes and encodes at a time to save memory."""
 
     def __init__(self, unit: UpdateUnit, rows: slice, block: int, seed: Seed) -> None:
         self.unit, self.rows, self.block, self.seed = unit, rows, block, seed
@@ -283,7 +286,10 @@ class _Piece:
         return slot.rows(self.rows)
 
     def store(self, old: Tensor, p: Tensor, moments: Sequence[Tensor]) -> None:
-        """Encode the updated parameter `p` and moments, except for blocks with a value that is not finite; `old`: the parameter before."""
+        """Encode and store the new parameter `p` and moments, except for blocks in which a new value is not finite.
+
+        `old` is the parameter before the update.
+        """
         is_finite = p.abs() < LIMIT
         for x, slot in zip(moments, self.unit.moments, strict=True):
             is_finite &= x.isfinite() if slot.roots else x.abs() < LIMIT
@@ -324,9 +330,9 @@ class _Piece:
         _put(slot, parts, skipped, self.unit.cols)
 
     def _encoded(self, slot: UpdateSlot, x: Tensor, multiplier: int, given: PackedParts | None = None) -> PackedParts:
-        """Return `x` encoded as `slot` is stored, with new scales or with those of `given`.
+        """Return `x` encoded in the format of `slot`, with new scales, or with the scales in `given`.
 
-        `multiplier` turns the random bits that all slots share into those of this slot.
+        `multiplier` turns the random bits that weight and moments share into those of this tensor.
         """
         bits = None
         if slot.rounding is Rounding.STOCHASTIC:
@@ -358,7 +364,7 @@ class _Piece:
 def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
     """Return the int32 random bits of `count` weights, of which the first has the index `seed.first_index`.
 
-    Four adjacent weights share one hash, which is multiplied by a different odd number for each.
+    Four adjacent weights share one hash, which is multiplied by another odd number for each of the four.
     """
     first = seed.first_index >> 2
     quad_bits = cpu.random_bits(seed, first, (seed.first_index + count + 3 >> 2) - first, device)
@@ -367,7 +373,7 @@ def random_bits(seed: Seed, count: int, device: torch.device) -> Tensor:
 
 
 def is_whole(slot: UpdateSlot) -> bool:
-    """Return whether a slot has integer codes in blocks without a minimum, which `whole_parts` encodes."""
+    """Return whether a tensor is stored as integer codes in blocks without a minimum, for which `whole_parts` is used."""
     format = slot.format
     return (
         format is not None
@@ -380,10 +386,10 @@ def is_whole(slot: UpdateSlot) -> bool:
 
 
 def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor | None) -> PackedParts:
-    """Return integer codes of x with the given `scales`, or with new ones that cover x.
+    """Return `x` in integer codes, with the given `scales`, or with new ones so large that no value overflows.
 
-    Stochastic: floor(x * inverse + u), with u = the top 23 of the random `bits` (int32) / 2^23 and the inverse of the scale reduced by
-    2^-22 if it is rounded, so that no code exceeds the largest. To nearest: x * inverse, ties to even.
+    With random `bits` (int32), codes are floor(x / scale + u), u = the top 23 bits / 2^23, where 1 / scale is reduced by 2^-22 if it is
+    rounded, so that no code exceeds the largest. Otherwise codes are x / scale to nearest, ties to even.
     """
     assert format.block and format.scale
     if scales is None:
@@ -406,12 +412,15 @@ def whole_parts(x: Tensor, format: Format, bits: Tensor | None, scales: Tensor |
 
 
 def is_sticky(format: Format | None) -> bool:
-    """Return whether a weight in `format` keeps its scales from step to step as long as they fit its values (e8m0 scales)."""
+    """Return whether a weight in `format` keeps a block's scale from step to step while it fits, as with e8m0 scales."""
     return format is not None and format.scale is not None and format.scale.name == "e8m0" and format.minimum is None
 
 
 def sticky_scales(p: Tensor, slot: UpdateSlot) -> Tensor:
-    """Return the scales that a weight gets with its updated values `p`, as e8m0 codes, (rows, blocks); `slot`: the weight before."""
+    """Return the e8m0 scales (rows, blocks) of a weight whose new values are `p`; `slot` has the weight before the update.
+
+    A block keeps its scale as long as it fits the block's largest value.
+    """
     format, old = slot.format, slot.parts.scales
     assert format is not None and format.block and format.scale and old is not None
     largest = in_blocks(p, format.block, 0.0).abs().amax(2)
@@ -421,7 +430,7 @@ def sticky_scales(p: Tensor, slot: UpdateSlot) -> Tensor:
 
 
 def half_step(p: Tensor, slot: UpdateSlot, has_residue: bool) -> Tensor:
-    """Return half the distance between neighbouring values that the weight's format can represent, at each value of `p`."""
+    """Return half the distance between values that the weight `slot`, with a residue or without, can store, at each `p`."""
     element = slot.kind.stored.element
     mantissa_bits = 15 if has_residue else element.mantissa_bits
     scale: Tensor | float = 1.0
@@ -435,12 +444,12 @@ def half_step(p: Tensor, slot: UpdateSlot, has_residue: bool) -> Tensor:
 
 
 def _put(slot: UpdateSlot, parts: PackedParts, skipped: Tensor | None, cols: int) -> None:
-    """Write new codes and scales into a slot, except where the mask `skipped` is True; None: everywhere."""
+    """Write new codes and scales into the tensors of `slot`, except where the mask `skipped` is True; None skips nothing."""
     slot.parts.copy_(parts if skipped is None else _keep(slot, parts, skipped, cols))
 
 
 def _keep(slot: UpdateSlot, parts: PackedParts, skipped: Tensor, cols: int) -> PackedParts:
-    """Return `parts` with the slot's old codes and scales where `skipped` is True."""
+    """Return the new codes and scales `parts`, but the old ones of `slot` where the mask `skipped` is True."""
     assert parts.codes is not None
     if slot.format is None:
         return PackedParts(torch.where(skipped, slot.codes, parts.codes))

@@ -1,4 +1,4 @@
-"""Update rules as pure float32 functions: (parameter, gradient, moments) to the next parameter and moments.
+"""Update rules are pure float32 functions that return the next parameter and moments.
 
 A multiply-add is rounded once (`fused`), every other operation once each, and division is multiplication by a reciprocal, so that kernels
 return the same bits. `h` holds the numbers of a step as float32, in the order of `hyper_names`; the gradient is already multiplied by
@@ -50,7 +50,7 @@ Update = Callable[[Tensor, Tensor, Moments, Numbers], tuple[Tensor, Moments]]
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule: its function, the roles and torch.optim names of its moments, and the names of its hyperparameters."""
+    """An optimizer's update rule: its function, and the names of its hyperparameters and of its moments, with their roles."""
 
     name: str
     update: Update
@@ -60,14 +60,14 @@ class Rule:
     is_of_matrix: bool = False  # an update of one value depends on the whole matrix
 
     def numbers(self, hyper: Sequence[float]) -> Numbers:
-        """Return the hyperparameters by name, rounded to float32 except for rules of whole matrices (Muon's)."""
+        """Return hyperparameters, given in the order of `hyper_names`, by name, rounded to float32 (not for Muon's rule)."""
         if len(hyper) != len(self.hyper_names):
             raise OptimError(f"{self.name} reads {', '.join(self.hyper_names)}: {len(self.hyper_names)} numbers, not {len(hyper)}.")
         return dict(zip(self.hyper_names, hyper if self.is_of_matrix else map(as_float32, hyper), strict=True))
 
 
 def as_float32(number: float) -> float:
-    """Return the float32 nearest to a number."""
+    """Return a Python number rounded to float32."""
     try:
         return unpack("f", pack("f", number))[0]
     except OverflowError:
@@ -91,9 +91,9 @@ def fused(a: Tensor | float, b: Tensor, c: Tensor | float) -> Tensor:
 
 
 def _to_odd(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
-    """Return a + b in float64, rounded to odd, so that a second rounding to float32 gives the correctly rounded sum.
+    """Return a + b in float64, rounded to odd; `total` is the sum rounded to nearest.
 
-    `total` is the sum rounded to nearest.
+    Odd means that the last bit is set if the sum is inexact, so that rounding it to float32 gives the correctly rounded sum.
     """
     back = total - a
     rest = (a - (total - back)) + (b - back)  # the exact rounding error of `total`
@@ -104,25 +104,25 @@ def _to_odd(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
 
 
 def sgd(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Return the parameter after a step of SGD without momentum, and no moments."""
+    """Return parameter `p` after a step of SGD without momentum, and no moments; `g`: gradient, `h`: hyperparameters."""
     return fused(-h["lr"], fused(h["weight_decay"], p, g), p), ()
 
 
 def sgdm(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Return parameter and momentum after a step of SGD with momentum."""
+    """Return parameter `p` and momentum after a step of SGD with momentum; `g`: gradient, `h`: hyperparameters."""
     m = fused(h["carry"], moments[0], h["fresh"] * fused(h["weight_decay"], p, g))
     return fused(-h["lr"], m, p), (m,)
 
 
 def nesterov(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Return parameter and momentum after a step of SGD with Nesterov momentum."""
+    """Return parameter `p` and momentum after a step of SGD with Nesterov momentum; `g`: gradient, `h`: hyperparameters."""
     d = fused(h["weight_decay"], p, g)
     m = fused(h["carry"], moments[0], h["fresh"] * d)
     return fused(-h["lr"], fused(h["momentum"], m, d), p), (m,)
 
 
 def adamw(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Return parameter and moments after a step of Adam with decoupled weight decay."""
+    """Return parameter `p` and moments after a step of Adam with decoupled decay; `g`: gradient, `h`: hyperparameters."""
     m = fused(h["beta1"], moments[0], h["rest1"] * g)
     v = fused(h["beta2"], moments[1], fused(h["rest2"] * g, g, SMALLEST_SQUARE))
     denominator = fused(h["inverse_root"], root(v), h["eps"])
@@ -130,31 +130,31 @@ def adamw(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, M
 
 
 def lion(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Return parameter and momentum after a step of Lion, along the sign of an interpolated momentum."""
+    """Return parameter `p` and momentum after a step of Lion; `g`: gradient, `h`: hyperparameters."""
     c = fused(h["beta1"], moments[0], h["rest1"] * g)
     return fused(-h["lr"], torch.sign(c), p * h["keep"]), (fused(h["beta2"], moments[0], h["rest2"] * g),)
 
 
 def muon(p: Tensor, g: Tensor, moments: Moments, h: Numbers) -> tuple[Tensor, Moments]:
-    """Return parameter and momentum after a step of Muon, which orthogonalizes the whole matrix of updates.
+    """Return the matrix `p` and its momentum after a step of Muon; `g`: gradient, `h`: hyperparameters.
 
-    `reference.update` calls its parts `look_ahead` and `step_along` on some rows at a time, and `newton_schulz` between.
+    `reference.update` calls the three functions that this one calls: `look_ahead` and `step_along` on some rows at a time.
     """
     m, u = look_ahead(g, moments[0], h)
     return step_along(newton_schulz(u.bfloat16(), h), p, h, p.shape), (m,)
 
 
 def look_ahead(g: Tensor, m: Tensor, h: Numbers) -> tuple[Tensor, Tensor]:
-    """Return the next momentum, and Nesterov's combination of it with the gradient, which Muon orthogonalizes."""
+    """Return Muon's next momentum, and the matrix to orthogonalize: that momentum, or its Nesterov sum with the gradient."""
     m = torch.lerp(m, g, 1 - h["momentum"])
     return m, torch.lerp(g, m, h["momentum"]) if h["nesterov"] else m
 
 
 def newton_schulz(x: Tensor, h: Numbers) -> Tensor:
-    """Return `x` with its singular values replaced by values near 1 (its singular vectors stay).
+    """Return `x` with its singular values replaced by values near 1; `h` has the number of iterations and coefficients.
 
-    `x`, bfloat16, is overwritten. Beside it, one matrix of its size is allocated and two squares of the shorter side, if the caller keeps
-    no reference to `x`.
+    `x`, bfloat16, is overwritten. If the caller keeps no reference to it, one matrix of its size and two squares of its shorter side are
+    allocated beside it.
     """
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x
@@ -166,7 +166,7 @@ def newton_schulz(x: Tensor, h: Numbers) -> Tensor:
 
 
 def step_along(direction: Tensor, p: Tensor, h: Numbers, shape: Sequence[int]) -> Tensor:
-    """Return some rows of the parameter after weight decay and a step along the same rows of the orthogonalized update, `direction`.
+    """Return `p`, some rows of a parameter, after weight decay and a step along `direction`, the same rows of Muon's update.
 
     The step's length is lr root(max(1, rows / cols)), or 0.2 lr root(max(rows, cols)) if `match_rms`; `shape`: the whole parameter's.
     """
@@ -176,15 +176,12 @@ def step_along(direction: Tensor, p: Tensor, h: Numbers, shape: Sequence[int]) -
 
 
 def root(x: Tensor) -> Tensor:
-    """Return the correctly rounded square root of float32 x >= 0.
-
-    torch.sqrt is not correctly rounded on every CPU.
-    """
+    """Return the square root of float32 x >= 0, correctly rounded, which torch.sqrt is not on every CPU."""
     return x.double().sqrt().float()
 
 
 def stored_root(x: Tensor, roots: int) -> Tensor:
-    """Return the number that is stored for a second moment x >= 0: x, its square root, or about its fourth root.
+    """Return what is stored for a second moment x >= 0: x if `roots` is 0, its square root if 1, about its fourth root if 2.
 
     The second root halves the bit pattern of the first as an integer: within 7 % of a true root, monotone, and invertible except for the
     last bit. In 4 bits it is as accurate as a true root, and it takes one operation.
@@ -196,7 +193,7 @@ def stored_root(x: Tensor, roots: int) -> Tensor:
 
 
 def from_stored_root(y: Tensor, roots: int) -> Tensor:
-    """Return the second moment x for which `stored_root` is y, up to the rounding of a square."""
+    """Return the second moment for which `stored_root` has returned y with the same `roots`, up to rounding."""
     if roots == 0:
         return y
     r = y if roots == 1 else ((y.contiguous().view(torch.int32) - HALF_BITS).clamp(min=0) << 1).view(torch.float32)

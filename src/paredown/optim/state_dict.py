@@ -1,9 +1,9 @@
-"""Optimizer state to and from dictionaries: packed, or decoded as torch.optim has it; 8-bit state of bitsandbytes can be loaded.
+"""These functions save and load optimizer state, packed or decoded as in torch.optim, and load state of bitsandbytes.
 
 `state_dict()` has ordinary tensors only, so that `torch.load(weights_only=True)` and distributed checkpoints can read it:
 
     state[i]["step"]                                      number of updates of parameter i
-    state[i]["exp_avg.codes"], ["exp_avg.scales"]         a packed moment, bit for bit; ["exp_avg"] a plain one
+    state[i]["exp_avg.codes"], ["exp_avg.scales"]         a packed moment, bit for bit; ["exp_avg"] one that is not packed
     state[i]["weight.codes"], ["weight.scales"]           the parameter, if it is packed
     state[i]["gradient.codes"], ..., or ["gradient"]      the sum of gradients so far, between microbatches
     state[i]["folds"]                                     number of gradients added so far; it selects the random bits
@@ -47,7 +47,7 @@ BNB_NAMES = ("state1", "state2")
 
 
 def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of an optimizer with packed tensors; `base` is the method `state_dict` of torch.optim.Optimizer."""
+    """Return an optimizer's state, packed as it is stored; `base` is the `state_dict` of torch.optim.Optimizer."""
     for entry in optimizer.entries:
         if entry.weight is not None:
             entry.weight.gather()
@@ -69,7 +69,7 @@ def state_dict(optimizer: Optimizer, base: Callable[[], dict[str, Any]]) -> dict
 
 
 def _add_gradient(entry: ParameterState, state: dict[str, Any], *, is_partial: bool) -> None:
-    """Add to `state` how many gradients the packed sum has received so far; between microbatches (`is_partial`) also the sum."""
+    """Add to `state` how many gradients were summed so far, and if `is_partial` (between microbatches) the sum itself."""
     if entry.gradient is not None:
         state["folds"] = torch.tensor(entry.gradient.total.folds)
     with torch._C.DisableTorchFunctionSubclass():
@@ -83,7 +83,7 @@ def _add_gradient(entry: ParameterState, state: dict[str, Any], *, is_partial: b
 
 
 def _as_dtensor(value: Any, like: DTensor) -> Any:
-    """Return a DTensor whose local shard is `value`, distributed like the parameter `like`."""
+    """Return a DTensor that is distributed like the parameter `like`, and whose rows in this process are `value`."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     whole = like.shape if value.shape == like._local_tensor.shape else torch.Size((like.shape[0], *value.shape[1:]))
@@ -123,7 +123,10 @@ def _decoded(entry: ParameterState, role: Role, name: str, saved: dict[str, Any]
 
 
 def load_state_dict(optimizer: Optimizer, loaded: Mapping[str, Any], base: Callable[[dict[str, Any]], None]) -> None:
-    """Load state that `state_dict`, torch.optim or bitsandbytes saved; an error leaves the optimizer unchanged."""
+    """Load state that `state_dict`, torch.optim or bitsandbytes saved; an error leaves the optimizer unchanged.
+
+    `base` is the `load_state_dict` of torch.optim.Optimizer.
+    """
     groups, state = [dict(group) for group in optimizer.param_groups], optimizer.state
     run = optimizer.updates, optimizer._num_accumulated, optimizer.seed
     try:
@@ -176,7 +179,7 @@ def _load(optimizer: Optimizer, loaded: Mapping[str, Any], base: Callable[[dict[
 
 
 def _restore_groups(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
-    """Give the parameter groups their formats of `before` loading again, and the options that the loaded groups lack."""
+    """After loading, give parameter groups the formats that they had in `before`, and options that were not loaded."""
     first = optimizer.param_groups[0] if optimizer.param_groups else {}
     optimizer.updates, optimizer._num_accumulated = int(first.get("updates", 0)), int(first.get("waiting", 0))
     optimizer.seed = int(first.get("seed", optimizer.seed))
@@ -190,7 +193,7 @@ def _restore_groups(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
 
 
 def _new_state(optimizer: Optimizer, entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `source`, the loaded state of one parameter, in this optimizer's formats; raise OptimError if it does not fit."""
+    """Return `source`, a parameter's loaded state, in this optimizer's formats; raise OptimError if it does not fit."""
     source = {name: _local_rows(value, entry) for name, value in {**source, **source.get(BNB_NEST, {})}.items() if name != BNB_NEST}
     if not source:
         return {}
@@ -214,7 +217,7 @@ def _new_state(optimizer: Optimizer, entry: ParameterState, source: Mapping[str,
 
 
 def _check_names(entry: ParameterState, source: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    """Raise OptimError if `source`, the loaded state, has other moments than `names`, those of this optimizer."""
+    """Raise OptimError if `source`, a parameter's loaded state, has unknown moments instead of `names`, this optimizer's."""
     known = ("step", "folds", "gradient", "residue", "weight.", "gradient.", *names, *(f"max_{name}s" for name in names))
     unknown = [name for name in source if not name.startswith(known)]
     if unknown and not any(name.startswith(names) for name in source if names):
@@ -225,7 +228,7 @@ def _check_names(entry: ParameterState, source: Mapping[str, Any], names: tuple[
 
 
 def _torchs_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the loaded state of a parameter that torch.optim updates, after checking it."""
+    """Return `source`, the loaded state of a parameter that torch.optim updates; raise OptimError if it is packed."""
     packed = [name for name in source if name.endswith(".codes")]
     if packed:
         raise OptimError(
@@ -237,7 +240,7 @@ def _torchs_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str,
 
 
 def _packed_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the codes of a packed weight and of its summed gradient, if the loaded state has them."""
+    """Return the codes of a packed weight and of a sum of gradients from `source`, the loaded state, if it has them."""
     new: dict[str, Any] = {}
     for prefix, current in (("weight", entry.weight), ("gradient", entry.gradient)):
         if f"{prefix}.codes" not in source:
@@ -256,9 +259,9 @@ def _packed_state(entry: ParameterState, source: Mapping[str, Any]) -> dict[str,
 
 
 def _moment(entry: ParameterState, role: Role, name: str, source: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors of one moment: loaded codes unchanged, or a loaded plain moment encoded.
+    """Return the tensors to store for one moment: loaded codes unchanged, or a loaded unpacked moment after packing it.
 
-    `name`: the moment's name in torch.optim. `wanted`: the tensors that this optimizer has for it.
+    `name`: the moment's name in torch.optim. `wanted`: tensors as this optimizer stores them, which also stand for a missing moment.
     """
     expected = {part: tensor for part, tensor in wanted.items() if part == name or part.startswith(f"{name}.")}
     if expected.keys() <= source.keys():
@@ -286,7 +289,7 @@ def _moment(entry: ParameterState, role: Role, name: str, source: Mapping[str, A
 
 
 def _same(entry: ParameterState, name: str, value: Any, like: Tensor) -> Tensor:
-    """Return a copy of a loaded tensor on the device of `like`; raise OptimError if shapes or dtypes differ."""
+    """Return a copy of `value`, a loaded tensor, on the device of `like`; raise OptimError if their shapes or dtypes differ."""
     if not isinstance(value, Tensor) or value.shape != like.shape or value.dtype != like.dtype:
         raise OptimError(_shapes(entry, name, value, like))
     return value.detach().to(like.device, copy=True).contiguous()
@@ -301,7 +304,7 @@ def _shapes(entry: ParameterState, name: str, value: Any, like: Tensor) -> str:
 
 
 def _local_rows(value: Any, entry: ParameterState) -> Any:
-    """Return the rows of a loaded state tensor that belong to this process; any other value is returned unchanged."""
+    """Return this process's rows of a loaded tensor if the parameter is sharded; return any other value unchanged."""
     if isinstance(value, DTensor):
         return value._local_tensor
     if not isinstance(value, Tensor) or value.dim() == 0 or not isinstance(entry.parameter, DTensor):
@@ -312,7 +315,7 @@ def _local_rows(value: Any, entry: ParameterState) -> Any:
 
 
 def _from_bitsandbytes(entry: ParameterState, source: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Return state of a bitsandbytes optimizer decoded to plain tensors.
+    """Return a parameter's state from an optimizer of bitsandbytes decoded to float32, under torch.optim's names.
 
     value = qmap[code] * absmax of its block of 256; a 32-bit tensor is unchanged.
     """
@@ -329,7 +332,7 @@ def _from_bitsandbytes(entry: ParameterState, source: Mapping[str, Any], names: 
 
 
 def _take(optimizer: Optimizer, entry: ParameterState, new: dict[str, Any]) -> None:
-    """Replace the state of a parameter by `new`, which was checked; codes are copied into the existing buffers."""
+    """Replace a parameter's state by `new`, which must have been checked; codes are copied into the existing tensors."""
     p, grad = entry.parameter, new.pop("gradient", None)
     if grad is not None:
         p.grad = distributed_like(grad, p)

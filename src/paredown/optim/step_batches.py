@@ -1,8 +1,8 @@
-"""A step as a few `Batch`es: one for parameters with packed accumulators, one for those with plain gradients, per rule and device.
+"""`StepBatches` makes a step of a few `Batch`es, per rule and device one for packed and one for unpacked gradients.
 
 Batches are cached from step to step. Each step checks, with list comparisons rather than Python loops where possible, whether the same
-parameters have gradients of the same type, and whether parameters and accumulators have the same addresses. Plain gradients are new tensors
-in every step; only their addresses are updated.
+parameters have gradients of the same type, and whether parameters and accumulators have the same addresses. Gradients that are not packed
+are new tensors in every step; only their addresses are updated.
 """
 
 # pyright: reportPrivateUsage=false
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class StepBatch:
-    """Parameters that share an update rule and a type of gradients (packed or plain), with the `Batch` that updates them."""
+    """Parameters with one update rule, whose gradients are all packed or all unpacked, and the `Batch` that updates them."""
 
     def __init__(self, optimizer: Optimizer, rule: Rule, pairs: list[tuple[ParameterState, Any]], *, is_plain: bool) -> None:
         self.entries = [entry for entry, _ in pairs]
@@ -48,7 +48,7 @@ class StepBatch:
         self.weights = [entry.weight for entry in self.entries if entry.weight is not None]
 
     def run(self, optimizer: Optimizer, gradients: list[Tensor] | None) -> None:
-        """Update all parameters of the batch once; `gradients`: their plain gradients; None if gradients are packed."""
+        """Update all parameters of the batch once; `gradients` are new unpacked ones, or None if gradients are packed."""
         for parameter, shadow in self.shadows:
             shadow.copy_(parameter)
         groups = optimizer.param_groups
@@ -72,29 +72,29 @@ class StepBatch:
 
 
 class StepBatches:
-    """The batches in which an optimizer updates its parameters, rebuilt when parameters, gradients or state change."""
+    """The batches of parameters that an optimizer updates together, kept until parameters, gradients or state change."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._batches: list[StepBatch] = []
-        self._entries: list[ParameterState] | None = None  # those that torch.optim does not update
+        self._entries: list[ParameterState] | None = None  # parameters that torch.optim does not update
         self._parameters: list[Tensor] = []
         self._is_spread = False  # whether some parameters are sharded (DTensor)
         self._built_for: Any = None  # the value of `_signature` for which the batches were built
 
     def clear(self) -> None:
-        """Discard the batches; the next step rebuilds them."""
+        """Discard the batches of parameters; the next step makes new ones."""
         self.settle()
         self._batches, self._entries, self._built_for = [], None, None
 
     def settle(self) -> None:
-        """Write the step counts that the batches hold back into the states of the parameters."""
+        """Copy each parameter's number of steps, which its batch counts, to its `ParameterState`, where checkpoints read it."""
         for batch in self._batches:
             for entry, step in zip(batch.entries, batch.steps, strict=True):
                 entry.step = step
 
     def run(self) -> None:
-        """Update all parameters that have gradients."""
+        """Update all parameters that have gradients, in batches that are made anew only if something has changed."""
         optimizer = self._optimizer()
         assert optimizer is not None
         if self._entries is None:
@@ -117,12 +117,12 @@ class StepBatches:
                 batch.run(optimizer, plain)
 
     def _gradients(self) -> list[Any]:
-        """Return the gradient of each parameter, this process's rows of it; None for parameters without one."""
+        """Return this process's rows of each parameter's gradient; None for a parameter without a gradient."""
         gradients: list[Any] = [p.grad for p in self._parameters]
         return [None if g is None else local(g) for g in gradients] if self._is_spread else gradients
 
     def _signature(self, optimizer: Optimizer, gradients: list[Any]) -> Any:
-        """Return a key that differs from that of the last step when the batches have to be built anew.
+        """Return a key that is equal to the last step's as long as the batches of parameters need not be made anew.
 
         It consists of the types of all gradients, the rules, and the addresses of parameters and accumulators.
         """
@@ -135,7 +135,7 @@ class StepBatches:
         if weights != self._weights:  # the session was closed or replaced
             return None
         for weight in weights:
-            if weight.address:  # plain at the moment: it may have been written to
+            if weight.address:  # decoded at the moment: other code may have written to it
                 weight.gather()
         totals = [gradients[i]._lease.total for i in self._packed_places]
         for total in totals:
@@ -147,9 +147,9 @@ class StepBatches:
         return kinds, kept, totals, [weight.packed for weight in weights], addresses, dtypes, layouts
 
     def _make(self, optimizer: Optimizer, gradients: list[Any]) -> list[Any]:
-        """Build new batches for parameters with these `gradients`, and return the gradients again.
+        """Make new batches of the parameters that have gradients, and return the gradients, some of which may be packed now.
 
-        If user code assigned a plain gradient in place of a packed one, it is encoded.
+        If user code assigned an ordinary tensor in place of a packed gradient, it is encoded.
         """
         self.settle()
         self._batches, self._built_for = [], None
@@ -180,7 +180,7 @@ class StepBatches:
             restart(entry, rule, optimizer.state[entry.parameter])
             fill_state(entry, rule, optimizer.state[entry.parameter])
             is_plain = not isinstance(gradient, PackedGradient)
-            is_sharded = isinstance(entry.parameter, DTensor)  # its plain gradients are sums over microbatches, others are means
+            is_sharded = isinstance(entry.parameter, DTensor)  # its unpacked gradients are sums over microbatches, others means
             by_kind.setdefault((is_plain, rule.name, local(entry.parameter).device, is_sharded), []).append(i)
         kinds = sorted(by_kind.items(), key=lambda item: item[0][0])  # packed gradients first: they take the longest
         for (is_plain, *_), places in kinds:

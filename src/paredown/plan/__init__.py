@@ -1,4 +1,4 @@
-"""A plan: which format each slot of a step is stored in, and the bytes that come of it."""
+"""A plan chooses the format in which each tensor of a training step is stored; footprints are the bytes that follow."""
 
 from __future__ import annotations
 

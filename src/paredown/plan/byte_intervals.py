@@ -1,7 +1,7 @@
 """Replays a traced step under a plan: `intervals` lists the bytes that every tensor holds, from tick to tick.
 
-An unmodified activation is held from its birth to its death. A packed one is three intervals: the original, until autograd would be its
-only holder; the packed copy, from then until backward releases it; and a decoded copy for each time that backward reads it:
+An unmodified activation is held from its birth to its death. A packed activation has three intervals: the original, until autograd would
+be its only holder; the packed copy, from then until backward releases it; and a decoded copy for each time that backward reads it:
 
     original   |#####|
     packed         |..............................|
@@ -18,10 +18,10 @@ autograd itself then holds neither the weight nor its cast under autocast. A gra
 
 Packed values that a plan offloads are away from the GPU for a while (`Part.away`, plan/planned_step.py).
 
-Everything else that the step allocates is one interval from birth to death.
+Every other tensor that the step allocates has one interval, from its birth to its death.
 
-Formats of activations come from plan/storage.py. `resolve_parameter_formats` decides those of a parameter, its gradient and its optimizer
-state, by the rules that sessions and `paredown.optim` follow:
+Formats of activations come from plan/storage.py. `resolve_parameter_formats` decides the formats of a parameter, its gradient and its
+optimizer state, by the rules that sessions and `paredown.optim` follow:
 
     no format requested    all are unmodified, and torch.optim updates the parameter
     small parameter        unmodified weight and gradient, float32 moments, and 8 more bits of a bfloat16 weight (`formats/catalog.py`)
@@ -59,9 +59,9 @@ DTYPE_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 
 
 
 class Interval(NamedTuple):
-    """The bytes that a tensor holds between two operations of the step (ticks), with its role and module.
+    """The bytes of memory that a tensor holds during a part of a step, from tick `birth` to tick `death`.
 
-    `birth` and `death` are the first and the last tick at which they are held.
+    A tick is the position of an operation in the step. Footprints sum the intervals of all tensors.
     """
 
     role: Role
@@ -73,10 +73,10 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotStorage:
-    """How a plan stores an activation: packed (`packs`) or unmodified, and the `reason` if not as the plan requests, else "".
+    """How a plan stores one activation: packed (`packs`) or unmodified, and the `reason`; bytes follow from it.
 
-    `format`: of its packed values; None if it is unmodified, or if bits or indices alone are packed. `recomputed`: its values are not
-    stored, and are recomputed from another slot that is.
+    `format` is the format of the packed values; it is None if the tensor is unmodified, or if backward needs only bits or indices of it.
+    `recomputed` means that the values take no memory, since backward recomputes them from another stored tensor.
     """
 
     packs: bool
@@ -89,10 +89,10 @@ class SlotStorage:
 class ParameterFormats:
     """The formats in which one parameter and its gradient are stored; None means unmodified.
 
-    `residue_bytes`: of the 8 more bits that are stored for each value of the weight; 0 without.
+    `residue_bytes` is the size of the 8 extra bits that are stored for each value of the weight, 0 if there are none.
     """
 
-    is_full: bool  # no format is requested, not even for its moments
+    is_full: bool  # the plan requests no format for the parameter, its gradient or its moments
     weight: Format | None = None
     gradient: Format | None = None
     residue_bytes: int = 0
@@ -102,9 +102,9 @@ FULL = ParameterFormats(True)
 
 
 def resolve_parameter_formats(weight: Slot, plan: Plan, *, is_compiled: bool = False) -> ParameterFormats:
-    """Return the formats under `plan` of one parameter and its gradient; `weight` is the parameter's slot.
+    """Return the formats in which `plan` stores the parameter `weight` and its gradient.
 
-    `is_compiled`: the model runs under torch.compile, where trained weights are not packed.
+    `is_compiled` says whether the model runs under torch.compile, where trained weights are not packed.
     """
     requested = {role: plan.find((weight.name,), role).format for role in OF_PARAMETER} if plan.rules else {}
     if weight.is_frozen and plan.rules:
@@ -121,7 +121,7 @@ def resolve_parameter_formats(weight: Slot, plan: Plan, *, is_compiled: bool = F
 
 
 def moment_bytes(moment: Slot, weight: Slot, formats: ParameterFormats, plan: Plan) -> int:
-    """Return the stored bytes of one moment of the parameter `weight`."""
+    """Return the bytes that the optimizer's `moment` of the parameter `weight` takes under `plan`."""
     if formats.is_full or moment.dtype not in FLOAT_BYTES:  # integers: the optimizer packs its own state
         return moment.nbytes
     format = None if is_small(weight.shape) else plan.find((moment.name,), moment.role).format
@@ -129,17 +129,18 @@ def moment_bytes(moment: Slot, weight: Slot, formats: ParameterFormats, plan: Pl
 
 
 def parameter_of(moment: Slot, weights: dict[str, Slot]) -> Slot | None:
-    """Return the weight slot of the parameter to which an optimizer moment belongs; None if there is none.
+    """Return the weight in `weights` to which the optimizer's tensor `moment` belongs; None if there is none.
 
-    A further moment of a parameter is named after it, with a suffix.
+    The name of a moment must be that of its parameter, or that name with a suffix.
     """
     return weights.get(moment.name) or weights.get(moment.name.rpartition(".")[0])
 
 
 def slot_storage(slot: Slot, plan: Plan) -> SlotStorage:
-    """Return how `plan` stores an activation.
+    """Return how `plan` stores the activation `slot`: packed, and in which format, or unmodified, and why.
 
-    It is stored in the format of the first operation that saved its values, or of a later one that needs more precision.
+    If several operations saved the tensor, the format follows from the rule for the first; if that is not precise enough for a later one,
+    from the rule for that one.
     """
     if not plan.packs_activations:
         return SlotStorage(False)
@@ -160,7 +161,7 @@ def slot_storage(slot: Slot, plan: Plan) -> SlotStorage:
 
 
 def can_recompute(slot: Slot, source: SlotStorage) -> bool:
-    """Return whether `slot` can be recomputed from the stored values of `source` precisely enough."""
+    """Return whether the values that `source` stores are precise enough for backward to recompute `slot` from them."""
     if source.format is None or source.recomputed:
         return False
     first = next((saver for saver in slot.savers if saver.use is Use.VALUE), None)
@@ -168,12 +169,12 @@ def can_recompute(slot: Slot, source: SlotStorage) -> bool:
 
 
 def slot_storages(trace: Trace, plan: Plan) -> dict[str, SlotStorage]:
-    """Return how `plan` stores each activation, by the name of its slot."""
+    """Return how `plan` stores each activation of the step, as a dict by name."""
     return with_recomputed(trace.activations, {slot.name: slot_storage(slot, plan) for slot in trace.activations})
 
 
 def with_recomputed(slots: Iterable[Slot], storages: dict[str, SlotStorage]) -> dict[str, SlotStorage]:
-    """Return `storages` in which slots that backward recomputes from other slots are marked as taking no bytes."""
+    """Return `storages` with `recomputed` set for each activation that backward can recompute from a stored one."""
     storages = dict(storages)
     for slot in slots:
         source = storages.get(slot.recomputed_from)
@@ -183,7 +184,7 @@ def with_recomputed(slots: Iterable[Slot], storages: dict[str, SlotStorage]) -> 
 
 
 def part_bytes(slot: Slot, part: Part, storage: SlotStorage) -> int:
-    """Return the packed bytes of a slot for one use in backward, which may need all values, only signs, a mask or indices."""
+    """Return the bytes of a saved tensor's packed data for one use in backward: values, signs, a mask or indices."""
     if part.use is Use.VALUE:
         assert storage.format is not None
         return 0 if storage.recomputed else storage.format.nbytes((slot.numel,))
@@ -195,7 +196,7 @@ def part_bytes(slot: Slot, part: Part, storage: SlotStorage) -> int:
 
 
 def intervals(trace: Trace, plan: Plan) -> list[Interval]:
-    """Return the intervals in which each tensor of the step holds memory under `plan`."""
+    """Return the intervals in which the tensors of a step hold memory under `plan`; footprints sum them."""
     return [
         *fixed_intervals(trace),
         *model_memory(trace, plan),
@@ -204,9 +205,9 @@ def intervals(trace: Trace, plan: Plan) -> list[Interval]:
 
 
 def host_bytes(trace: Trace, plan: Plan, *, is_rounded: bool = False) -> int:
-    """Return the bytes of packed values that are in host memory when backward begins; `trace` is that of `planned_step`.
+    """Return the bytes of packed values that are in host memory when backward begins.
 
-    `is_rounded`: as torch's allocator of pinned memory rounds them.
+    `trace` must be the result of `planned_step`. With `is_rounded`, sizes are rounded up as torch's allocator of pinned memory does.
     """
     if not plan.offload:
         return 0
@@ -217,9 +218,9 @@ def host_bytes(trace: Trace, plan: Plan, *, is_rounded: bool = False) -> int:
 
 
 def pinned_pieces(nbytes: int) -> list[int]:
-    """Return the sizes of the pieces in which sessions hold so many bytes in host memory, so that rounding adds less than 1 MiB.
+    """Return the sizes of the pinned buffers into which sessions split a tensor of `nbytes` bytes.
 
-    torch's allocator of pinned memory rounds each up to a power of two.
+    torch's allocator of pinned memory rounds each size up to a power of two, so that one buffer could take twice the bytes.
 
     >>> [size >> 20 for size in pinned_pieces(33 << 20)], pinned_pieces(3 << 10), pinned_bytes(3 << 10)
     ([32, 1], [3072], 4096)
@@ -232,13 +233,13 @@ def pinned_pieces(nbytes: int) -> list[int]:
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """Return the pinned memory that torch allocates for so many bytes of one tensor."""
+    """Return the pinned memory in bytes that torch allocates for a tensor of `nbytes` bytes in host memory."""
     return sum(1 << (size - 1).bit_length() for size in pinned_pieces(nbytes))
 
 
 @cached_on_trace
 def fixed_intervals(trace: Trace) -> list[Interval]:
-    """Return the intervals in which buffers, inputs and temporaries hold memory, which no plan changes."""
+    """Return the intervals in which buffers, inputs and temporaries hold memory; no plan changes these."""
     kept = (slot for slot in trace.slots if slot.role not in FORMATTED and not slot.recomputed_from)
     temporaries = (output for output in trace.outputs if not output.slot and output.phase != "step")
     return [
@@ -248,9 +249,9 @@ def fixed_intervals(trace: Trace) -> list[Interval]:
 
 
 def model_memory(trace: Trace, plan: Plan, *, packs_gradients: bool = True) -> Iterator[Interval]:
-    """Yield the intervals in which weights, gradients, optimizer state and decoded copies hold memory.
+    """Yield the intervals in which weights, decoded copies of weights, gradients and optimizer state hold memory.
 
-    `packs_gradients`: whether gradients are stored in the plan's format.
+    `packs_gradients` says whether gradients are stored in the plan's format; otherwise they are unmodified.
     """
     weights = {slot.name: slot for slot in trace.of(Role.WEIGHT)}
     formats = {name: resolve_parameter_formats(slot, plan, is_compiled=trace.is_compiled) for name, slot in weights.items()}
@@ -275,9 +276,9 @@ def model_memory(trace: Trace, plan: Plan, *, packs_gradients: bool = True) -> I
 
 
 def _weight(slot: Slot, formats: ParameterFormats) -> Iterator[Interval]:
-    """Yield the intervals in which a weight, or its decoded copy, holds memory.
+    """Yield the intervals in which a weight, and decoded copies of a packed weight, hold memory.
 
-    A packed one has decoded copies while a module that owns it runs, and when backward needs it.
+    A packed weight has a decoded copy while a module that owns it runs, and when backward needs it.
     """
     nbytes = slot.nbytes if formats.weight is None else formats.weight.nbytes(slot.shape)
     yield Interval(Role.WEIGHT, slot.module, slot.birth, slot.death, nbytes)
@@ -287,9 +288,10 @@ def _weight(slot: Slot, formats: ParameterFormats) -> Iterator[Interval]:
 
 
 def _cast(slot: Slot, weight: Slot, backward_at: int, *, is_recomputed: bool) -> Iterator[Interval]:
-    """Yield the intervals in which the copy of a weight that autocast makes in another dtype holds memory.
+    """Yield the intervals in which `slot`, the copy of `weight` that autocast makes in another dtype, holds memory.
 
-    The copy is stored until backward. If the weight is packed, the copy is made again in each call and in backward.
+    The copy is stored until backward has read it. With `is_recomputed`, which holds if the weight is packed, it is made anew in each call
+    and in backward.
     """
     spans = list(slot.running) or [(slot.birth, slot.death)]
     if is_recomputed:
@@ -306,8 +308,8 @@ def _decoded(slot: Slot) -> Iterator[tuple[int, int]]:
 def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Interval]:
     """Yield the intervals in which a gradient, and the residue (extra bits) of its weight, hold memory.
 
-    A packed accumulator is stored all the time, and a complete gradient is added to it. A gradient that is released inside backward has no
-    accumulator. `end`: the last tick of the step.
+    If gradients are packed, their packed sum is stored all the time, and the new gradient until it is added. A gradient that is used and
+    freed inside backward has no packed sum. `end` is the last tick of the step.
     """
     if formats.residue_bytes:
         yield Interval(Role.RESIDUE, slot.module, 0, end, formats.residue_bytes)
@@ -319,9 +321,9 @@ def _gradient(slot: Slot, formats: ParameterFormats, end: int) -> Iterator[Inter
 
 
 def activation_intervals(activations: Iterable[Slot], storages: Mapping[str, SlotStorage]) -> Iterator[Interval]:
-    """Yield the intervals in which activations, stored as `storages` says, hold memory.
+    """Yield the intervals in which activations hold memory if they are stored as `storages` says, by name.
 
-    If slots share a torch storage, `activations` must have all of them.
+    All activations that share a torch storage must be passed together, since the storage is freed with the last of them.
     """
     by_storage: dict[int, list[Slot]] = defaultdict(list)
     for slot in activations:

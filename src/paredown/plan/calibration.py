@@ -1,4 +1,4 @@
-"""`Calibration`: what operations, packing and checkpointing cost on one device, measured by `paredown.calibrate` and read from its JSON.
+"""`Calibration` holds the measured costs of operations, packing and checkpointing on one device, from the JSON of `paredown.calibrate`.
 
 The file is `calibration-cuda.json` or `calibration-cpu.json` in the folder that the environment variable PAREDOWN_CACHE names, else in
 `paredown` of XDG_CACHE_HOME, else in `~/.cache/paredown`. A file of another device, torch or paredown is not used: `load_calibration`
@@ -6,13 +6,13 @@ raises a CalibrationError that names both, and `calibrate` measures again.
 
 REFERENCE has the numbers of one H200. `assign` compares plans by it where nothing was measured; no step time is printed from it.
 
-Seconds of one operation on the device, unless that operation was timed itself, or one of the same name:
+An operation takes these seconds on the device, unless it was timed itself, or another operation of the same name was:
 
     max(flops / rate of its kind and dtype, bytes / bandwidth of its kind, seconds of the smallest kernel)
 
 Matrix products have a second rate for sides that are no multiples of 8: cuBLAS takes 7 times as long for 50,257 columns as for 50,264.
 
-Seconds of the host are those of one moment: on a machine with other work they are twice as long in the next minute. `with_host_speed`
+The host's seconds are measured at one moment: on a machine with other work they are twice as long in the next minute. `with_host_speed`
 multiplies them.
 
 >>> kind_of("aten.addmm.default"), kind_of("aten.native_layer_norm_backward.default"), kind_of("aten.add.Tensor")
@@ -69,7 +69,10 @@ LAUNCH_SHARE = 0.6
 
 @dataclass(frozen=True)
 class FormatCost:
-    """The cost of encoding and decoding in a format: bytes per second on the device, seconds of a kernel launch, host seconds."""
+    """The measured cost of encoding and decoding tensors in one format, from which step times are predicted.
+
+    Rates are bytes of the unpacked tensor per second; each kernel launch adds `launch_seconds`, each packed tensor `host_seconds`.
+    """
 
     encode_bytes_per_second: float
     decode_bytes_per_second: float
@@ -83,10 +86,7 @@ class FormatCost:
 
 @dataclass(frozen=True)
 class HostCost:
-    """The seconds that the host takes for each kind of call, such as packing a tensor.
-
-    The costs of packing and checkpointing are added to those of the step's operations and of the operations that run twice.
-    """
+    """The seconds of host (CPU) time for each kind of work, such as packing a tensor or calling a module."""
 
     empty_operation: float  # one addition of one value, called in a loop
     operation: float  # the call of one kernel whose own host time is not in `issued`
@@ -105,10 +105,10 @@ class HostCost:
 class Calibration:
     """The measured costs of operations, formats and host calls on one device, from which step times are predicted.
 
-    `timed`: seconds of single operations by `operation_key`, from `calibrate(device, traces=...)`; 0 for those that cannot be repeated.
-    `estimated`: of operations that were not timed, from the rates of timed ones of the same name. `issued`: host seconds of one call, by
-    the name of the operation. `launched`: of calls that launch a kernel for every position (cuDNN's RNNs), by `operation_key`; that time is
-    the driver's, which changes less than Python's when the host becomes slower.
+    `timed` has the seconds of single operations by `operation_key`, from `calibrate(device, traces=...)`, 0 for operations that cannot be
+    repeated. `estimated` has the seconds of operations that were not timed, from rates of timed operations of the same name. `issued` has
+    the host seconds of one call, by the name of the operation. `launched` has the host seconds of calls that launch a kernel for every
+    position (cuDNN's RNNs), by `operation_key`; that time is the driver's, which grows less than Python's when the host becomes slower.
     """
 
     device: str
@@ -142,7 +142,7 @@ class Calibration:
         return max(moved, computed, self.kernel_seconds)
 
     def copy_rate(self, kind: str) -> float:
-        """Return the bytes per second of copies TO_HOST or TO_DEVICE; COPY_BYTES_PER_SECOND if they were not measured."""
+        """Return the bytes per second of copies between device and host; `kind` is TO_HOST or TO_DEVICE."""
         return self.bytes_per_second.get(kind, COPY_BYTES_PER_SECOND)
 
     def say_copies(self) -> str:
@@ -151,7 +151,7 @@ class Calibration:
         return rates if TO_HOST in self.bytes_per_second else f"{rates}, assumed since the calibration has no copies"
 
     def issue_seconds(self, operation: Operation) -> float:
-        """Return the predicted host seconds for one call of the operation, or for one view; calls of modules are not included."""
+        """Return the predicted host seconds of one call of the operation; for VIEW, of making one view."""
         if operation.op == VIEW:
             return self.host.backward_view if operation.phase == "backward" else self.host.view
         if self.launched and operation.arguments and (found := self.launched.get(operation_key(operation))) is not None:
@@ -159,9 +159,9 @@ class Calibration:
         return self.issued.get(operation.op, self.host.operation)
 
     def with_host_speed(self, factor: float) -> Calibration:
-        """Return this calibration for a host that takes `factor` times as long for a call.
+        """Return this calibration for a host (CPU) on which each call takes `factor` times as long.
 
-        The seconds in `launched` are those of the driver, and change less.
+        Seconds in `launched` are spent in the GPU's driver and change less, by 0.6 of the difference.
         """
         host = HostCost(*(factor * getattr(self.host, one.name) for one in fields(HostCost)))
         formats = {text: replace(cost, host_seconds=factor * cost.host_seconds) for text, cost in self.formats.items()}
@@ -178,15 +178,15 @@ class Calibration:
         return interpolated(points, operation.flops)
 
     def num_untimed(self, trace: Trace) -> int:
-        """Return the number of different operations in a trace whose time is not measured yet."""
+        """Return the number of different operations in a trace whose device time the calibration did not measure."""
         steps = [step for step in (trace, trace.unmodified) if step is not None]
         keys = {operation_key(one) for step in steps for one in step.operations if one.arguments}
         return len(keys - self.timed.keys())
 
     def format_cost(self, format: Format | None) -> FormatCost:
-        """Return the cost of encoding and decoding in a format, or in the measured format of the nearest width.
+        """Return the cost of encode and decode in `format`, or in the measured format nearest in bits.
 
-        None stands for a mask and costs as much as the widest format.
+        Use None for a mask of bits; it costs as much as the widest measured format.
         """
         text = str(format)
         if format is None or text in self.formats:
@@ -213,7 +213,7 @@ class Calibration:
         return calibration
 
     def save(self, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write the calibration as JSON, by default to the cache folder, and return the path."""
+        """Write the calibration as JSON to `path` (None: to the cache folder), and return the file's path."""
         target = calibration_path(self.device) if path is None else Path(path)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -245,9 +245,9 @@ def kind_of(op: str) -> str:
 
 
 def interpolated(points: Sequence[tuple[float, float]], flops: float) -> float:
-    """Return the rate (flops per second) for an operation of this many flops, interpolated between measured `points`.
+    """Return the flops per second of an operation of `flops` flops, from measured `points` (flops, flops per second).
 
-    Both axes are logarithmic. Outside of the points the rate is constant.
+    It is interpolated with both axes logarithmic, and constant below the first and above the last point.
 
     >>> round(interpolated(((1e6, 1e12), (1e8, 1e14)), 1e7) / 1e13, 6), interpolated(((1e6, 1e12), (1e8, 1e14)), 1e10)
     (1.0, 100000000000000.0)
@@ -262,19 +262,19 @@ def interpolated(points: Sequence[tuple[float, float]], flops: float) -> float:
 
 @cache
 def _is_unaligned(arguments: str) -> bool:
-    """Return whether a matrix among an operation's arguments has a side above ALIGNMENT that is no multiple of it."""
+    """Return whether a matrix in `arguments` (the call's JSON) has a side above 8 that is no multiple of 8."""
     tensors = json.loads(arguments)[0] if arguments else []
     shapes = [value["t"][1] for value in tensors if isinstance(value, dict) and "t" in value]
     return any(side > ALIGNMENT and side % ALIGNMENT for shape in shapes if len(shape) > 1 for side in shape[-2:])
 
 
 def operation_key(operation: Operation) -> str:
-    """Return a key that is equal for operations of the same name and arguments, a hash of 16 characters."""
+    """Return the key of an operation's measured time: a hash of its name and arguments, of 16 characters."""
     return sha256(f"{operation.op} {operation.arguments}".encode()).hexdigest()[:16]
 
 
 def _check(calibration: Calibration) -> None:
-    """Raise CalibrationError if costs cannot have been measured, such as rates of 0 or formats that do not exist."""
+    """Raise CalibrationError if numbers in a file cannot be measured costs, such as a rate of 0."""
     rates = {**calibration.bytes_per_second, "kernel_seconds": calibration.kernel_seconds}
     rates |= {name: min((min(point) for point in points), default=0.0) for name, points in calibration.flops_per_second.items()}
     for text, cost in calibration.formats.items():
@@ -293,7 +293,7 @@ def _check(calibration: Calibration) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder of calibrations: PAREDOWN_CACHE, or `paredown` in XDG_CACHE_HOME or in ~/.cache."""
+    """Return the folder in which calibrations are stored: PAREDOWN_CACHE, or one below the user's cache folder."""
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
         return Path(named)
@@ -301,12 +301,12 @@ def cache_folder() -> Path:
 
 
 def calibration_path(device: str) -> Path:
-    """Return the path of the calibration file of "cuda" or "cpu"."""
+    """Return the path of the calibration file for `device`, "cuda" or "cpu"."""
     return cache_folder() / f"calibration-{device}.json"
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of torch and paredown that run now, which must be those of a calibration."""
+    """Return the installed versions of torch and paredown; calibrations made with other versions must not be used."""
     return {name: _version(name) for name in ("torch", "paredown")}
 
 
@@ -319,10 +319,10 @@ def _version(package: str) -> str:
 
 
 def load_calibration(device: str, device_name: str | None = None, path: Path | None = None) -> Calibration:
-    """Return the stored calibration of this device. Raise CalibrationError if there is none, or if its device or versions differ.
+    """Return the stored calibration of this device; raise CalibrationError if there is none that can be used.
 
-    `device_name`: the name of the present device. If it is None, the device is absent, and a calibration that was made elsewhere is used.
-    `path`: None for the file in the cache folder.
+    `device` is "cuda" or "cpu". `device_name` is the name of this machine's device; if it is None, since the machine has none, a
+    calibration made elsewhere is accepted. `path` is the file, or None for the file in the cache folder.
     """
     path = calibration_path(device) if path is None else path
     if not path.exists():
@@ -337,7 +337,7 @@ def load_calibration(device: str, device_name: str | None = None, path: Path | N
 
 
 def present_device_name(device: str) -> str | None:
-    """Return the name of this machine's GPU or processor; None if there is no such device, or if torch was not imported."""
+    """Return the name of this machine's GPU or processor; None if it has none, or if torch is not imported."""
     torch: Any = sys.modules.get("torch")
     if torch is None or (device == "cuda" and not torch.cuda.is_available()):
         return None
@@ -345,7 +345,7 @@ def present_device_name(device: str) -> str | None:
 
 
 def find_calibration(device: str) -> tuple[Calibration | None, str]:
-    """Return (calibration of this device, "") or, if none can be used, (None, the reason)."""
+    """Return (the stored calibration of this device, ""), or (None, the reason) if there is none that can be used."""
     try:
         return load_calibration(device, present_device_name(device)), ""
     except CalibrationError as error:
@@ -353,7 +353,7 @@ def find_calibration(device: str) -> tuple[Calibration | None, str]:
 
 
 def _reference() -> Calibration:
-    """Return a calibration of one H200 with torch 2.11, from benchmarks/results of codec, session and assign_times."""
+    """Return a calibration of one H200 with torch 2.11, used where this device has none; from benchmarks/results."""
     codec = FormatCost(3e12, 3e12, 4e-6, 30e-6)
     sizes = ((1e8, 2e13), (1e10, 4e14), (1e12, 6e14))
     return Calibration(

@@ -1,4 +1,4 @@
-"""`checkpointed_trace`: the trace of a step with activation checkpointing of some modules, predicted from the trace without it.
+"""`checkpointed_trace` predicts a step's trace with activation checkpointing of some modules, from the trace without it.
 
 A tensor that only operations inside of a checkpointed module saved lives in forward as long as forward needs it, and again from the tick
 at which backward of the module begins. The module's inputs are stored until its backward is done: those that need a gradient are slots of
@@ -10,8 +10,8 @@ pass ends once the last tensor exists that backward needs: the module's result i
     checkpointed    inside  |####|                   |#####|     the whole forward pass runs at the first tick of the second span
                     input  |################################|
 
-Of the large tensors inside, those that sessions pack in the second forward pass are slots, born when it begins. It runs in one tick; the
-bytes of that tick are those of its largest moment, which is another one if the tensors are packed (`_SecondPass`).
+Large tensors inside that sessions pack in the second forward pass are slots, born when that pass begins. It runs in one tick; the
+bytes of that tick are those of the pass's largest moment, which is another moment if the tensors are packed (`_SecondPass`).
 
 A module that a step calls more than once is left unmodified, with a note: a trace does not record which call a tensor belongs to.
 """
@@ -48,10 +48,10 @@ TILES = "tiles"  # the operation of pieces of a module (plan/tiled_trace.py)
 
 
 def step_under(trace: Trace, plan: Plan) -> Trace:
-    """Return the variant of the trace that holds under `plan`: `unmodified`, `without_packing`, `in_4_bits`, or the trace itself.
+    """Return the trace of the step that runs under `plan`: `trace` itself, or one of the variants in its fields.
 
-    Without a session, without packed activations, or compiled with activations in 4 bits or fewer, a step may save other tensors than
-    those of `trace`.
+    Under a plan that changes nothing, packs no activations, or packs all of them in 4 bits or fewer in a compiled step, the step may save
+    other tensors than those of `trace`.
     """
     if trace.unmodified is not None and plan.changes_nothing:
         return step_under(trace.unmodified, plan)
@@ -62,7 +62,9 @@ def step_under(trace: Trace, plan: Plan) -> Trace:
 
 
 def outermost(paths: Iterable[str], patterns: Iterable[str], *, what: str = "recompute") -> list[str]:
-    """Return the paths of modules that match a pattern and are not inside of another match; `what` names the argument in errors.
+    """Return the paths of modules that match a pattern and are not inside of another module that matches.
+
+    `what` names the setting in the PlanError for a pattern that matches no module.
 
     >>> outermost(["layers", "layers.0", "layers.0.norm", "layers.1", "head"], ["layers.*"])
     ['layers.0', 'layers.1']
@@ -80,12 +82,12 @@ def outermost(paths: Iterable[str], patterns: Iterable[str], *, what: str = "rec
 
 
 def is_inside(path: str, module: str) -> bool:
-    """Return whether a path is that of `module` or of a module inside of it."""
+    """Return whether the module at `path` is `module` or is inside of it."""
     return path == module or path.startswith(f"{module}.")
 
 
 def is_of(name: str, module: str) -> bool:
-    """Return whether the name of a slot, or the path of a call, belongs to `module` or to a module inside of it.
+    """Return whether the saved tensor or call `name` ("layers.1@2") belongs to `module` or to a module inside of it.
 
     >>> is_of("layers.1.relu@2:output", "layers.1"), is_of("layers.10:input", "layers.1")
     (True, False)
@@ -95,12 +97,12 @@ def is_of(name: str, module: str) -> bool:
 
 @cached_on_trace
 def modules_of(trace: Trace) -> list[str]:
-    """Return the paths of the modules in which operations ran, and of their parents."""
+    """Return the paths of the modules that ran operations in forward, and of the modules that contain them."""
     return with_parents(CALL.sub("", output.module) for output in trace.outputs if output.phase == "forward")
 
 
 def with_parents(paths: Iterable[str]) -> list[str]:
-    """Return the paths of modules and of the modules that they are in, each once.
+    """Return `paths` of modules, and the paths of all modules that contain them, each once.
 
     >>> with_parents(["", "layers.0.norm", "layers.1"])
     ['layers', 'layers.0', 'layers.0.norm', 'layers.1']
@@ -112,9 +114,9 @@ def with_parents(paths: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class CheckpointSpan:
-    """The operations (ticks) at which a checkpointed module begins and ends in forward and is needed in backward.
+    """The ticks (positions of operations) at which a module that will be checkpointed starts and ends.
 
-    A tick is a position in the step's list of operations.
+    `start` and `end` are those in forward, `backward_start` and `backward_end` those in backward.
     """
 
     module: str
@@ -124,12 +126,12 @@ class CheckpointSpan:
     backward_end: int
 
     def has(self, path: str) -> bool:
-        """Return whether a path, or the name of a slot, belongs to the module."""
+        """Return whether a module's path, or a saved tensor's name, belongs to the checkpointed module."""
         return is_of(path, self.module)
 
 
 def checkpointed_trace(trace: Trace, patterns: tuple[str, ...]) -> Trace:
-    """Return the trace of the same step with activation checkpointing of the modules that match `patterns`."""
+    """Return the trace of the same step if the modules that match `patterns` are under activation checkpointing."""
     if not patterns:
         return trace
     for module in outermost(modules_of(trace), patterns):
@@ -138,9 +140,9 @@ def checkpointed_trace(trace: Trace, patterns: tuple[str, ...]) -> Trace:
 
 
 def _with_module(trace: Trace, module: str) -> Trace:
-    """Return the trace with activation checkpointing of one more module.
+    """Return the trace with the module at the path `module` under activation checkpointing as well.
 
-    The last result is cached on the trace, since searches add the same modules one after the other.
+    The last result is cached on the trace, since `assign` adds the same modules one after the other again and again.
     """
     cached: tuple[str, Trace] | None = vars(trace).get("_with_module")
     if cached is None or cached[0] != module:
@@ -152,7 +154,7 @@ def _with_module(trace: Trace, module: str) -> Trace:
 
 
 def _span(trace: Trace, module: str) -> CheckpointSpan | str:
-    """Return when a module runs and when backward needs it; a sentence with the reason if it cannot be checkpointed."""
+    """Return the first and last operations (ticks) of `module`, or a sentence on why it cannot be checkpointed."""
     outputs = [o for o in trace.outputs if o.phase == "forward" and is_inside(CALL.sub("", o.module), module)]
     start, end = min(o.birth for o in outputs), max(o.birth for o in outputs)
     weights = [slot for slot in trace.of(Role.WEIGHT) if is_inside(slot.module, module)]
@@ -169,13 +171,13 @@ def _span(trace: Trace, module: str) -> CheckpointSpan | str:
 
 
 def _needed_at(slots: Iterable[Slot], span: CheckpointSpan, backward_at: int) -> list[int]:
-    """Return the ticks at which backward reads tensors that only the checkpointed module saved."""
+    """Return the operations (ticks) at which backward reads saved data of `slots` that only the module needs."""
     parts = [part for slot in slots if slot.birth >= span.start for part in _own_parts(slot, span)]
     return [first for part in parts for first, _ in part.decoded if first > backward_at]
 
 
 def _own_parts(slot: Slot, span: CheckpointSpan) -> list[Part]:
-    """Return the packed parts of a slot that no module but the checkpointed one needs."""
+    """Return those packed data of a saved tensor (one part for each use in backward) that only the module needs."""
     if not any(span.has(saver.name) for saver in slot.savers):
         return []
     others = {saver.use for saver in slot.savers if not span.has(saver.name)}
@@ -183,12 +185,11 @@ def _own_parts(slot: Slot, span: CheckpointSpan) -> list[Part]:
 
 
 def _is_inner(slot: Slot, span: CheckpointSpan) -> bool:
-    """Return whether a slot is allocated inside the checkpointed module and saved only there."""
+    """Return whether the checkpointed module creates the tensor, and only operations inside of the module saved it."""
     return slot.birth >= span.start and all(span.has(saver.name) for saver in slot.savers)
 
 
 def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
-    """Return the trace with activation checkpointing of the module of `span`."""
     slots: list[Slot] = []
     complete = {slot.name: slot.dropped for slot in trace.of(Role.GRADIENT)}
     outputs = [_extended(output, span) for output in trace.outputs]
@@ -229,10 +230,10 @@ def _with_checkpoint(trace: Trace, span: CheckpointSpan) -> Trace:
 
 
 def _with_frozen(slots: Iterable[Slot], before: Trace, span: CheckpointSpan) -> Iterator[Slot]:
-    """Yield `slots`, where the largest frozen weights of one module call have a further decoded copy in the second forward pass.
+    """Yield `slots`, with one more decoding of the checkpointed module's largest frozen weight in backward.
 
-    That pass runs in one tick and decodes frozen weights one at a time, or together those with which a module runs (experts). `before`: the
-    trace without this checkpoint. Sessions decode frozen weights again where backward reads them.
+    The second forward pass is one tick and decodes frozen weights one at a time; those with which one module call runs (experts) are
+    decoded together. `before` is the trace without this checkpoint.
     """
     frozen = [slot for slot in before.of(Role.WEIGHT) if slot.is_frozen and is_inside(slot.module, span.module)]
     calls: dict[tuple[Span, ...] | str, list[Slot]] = {}
@@ -245,21 +246,21 @@ def _with_frozen(slots: Iterable[Slot], before: Trace, span: CheckpointSpan) -> 
 
 
 def _reason_exact(trace: Trace, span: CheckpointSpan) -> str:
-    """Return why inputs of the module are not quantized, or "" if they may be."""
+    """Return why the inputs of the checkpointed module must be stored unmodified; "" if a plan may quantize them."""
     outputs = [o for o in trace.outputs if o.phase == "forward" and o.dtype in FLOAT_BYTES and span.has(o.module)]
     signs = [s.op for slot in trace.activations for s in slot.savers if s.use in (Use.SIGN, Use.INSIDE) and span.has(s.name)]
     return reason_of_ops(o.op for o in outputs) or (COMPARES.format(signs[0]) if signs else "")
 
 
 def _input_name(row: Slot | Output, span: CheckpointSpan) -> str:
-    """Return the slot name of a tensor as an input of the checkpointed module; "" if the tensor is not an input."""
+    """Return the slot name that a tensor gets as an input of the checkpointed module; "" if it is not an input."""
     return next((name for name in row.inputs if name.partition(":")[0] == span.module), "")
 
 
 def _input(slot: Slot, span: CheckpointSpan, reason: str) -> Slot:
-    """Return the slot of a saved tensor, changed to an input of the checkpointed module, which is kept until the module runs again.
+    """Return the slot of a saved tensor that is also an input of the checkpointed module, as stored with checkpointing.
 
-    `reason`: why the input is not quantized, "" if it may be.
+    It is stored until the module's backward is done. `reason` says why no plan may quantize it, "" if one may.
     """
     name, others = _input_name(slot, span), tuple(saver for saver in slot.savers if not span.has(saver.name))
     is_of_tile = slot.stays == TILE_INPUT and not any(saver.use is Use.EXACT for saver in others)  # of one inside
@@ -287,9 +288,9 @@ def _input_part(span: CheckpointSpan, decoded_until: int) -> Part:
 
 
 def _unsaved_input(output: Output, span: CheckpointSpan, reason: str, storage: int) -> Slot | None:
-    """Return a slot for a module input that no operation saves; None if `output` is not an input of the module, or is small.
+    """Return a new slot for the tensor `output` if it is an input of the module that no operation saved, else None.
 
-    `reason`: why the input is not quantized. `storage`: the number of the slot's storage.
+    With checkpointing it is stored. `reason` says why no plan may quantize it, "" if one may; `storage` is its storage number.
     """
     name = _input_name(output, span)
     numel = output.nbytes // FLOAT_BYTES.get(output.dtype, output.nbytes + 1)
@@ -303,7 +304,7 @@ def _unsaved_input(output: Output, span: CheckpointSpan, reason: str, storage: i
 
 
 def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
-    """Return the two lifetimes of a tensor that the checkpointed module saves, one in each forward pass."""
+    """Return the two allocations of a tensor inside of the checkpointed module: one for each forward pass."""
     end = min(slot.dropped, span.end) if not slot.parts else slot.dropped
     forward = Output("saved", slot.module, "forward", slot.shape, slot.dtype, slot.nbytes, slot.birth, max(end, slot.birth))
     death = max(_last_read(slot), span.backward_start)
@@ -311,12 +312,11 @@ def _allocated_twice(slot: Slot, span: CheckpointSpan) -> list[Output]:
 
 
 def _last_read(slot: Slot) -> int:
-    """Return the tick of the last operation of backward that reads the slot. The slot is freed then, before gradients are summed."""
     return max((end for part in slot.parts for _, end in part.decoded), default=slot.death)
 
 
 def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
-    """Return two records of a module's result if later operations save it: its slot, and its copy in the second forward pass."""
+    """Return the stored tensor (slot) of a module's result, which later operations saved, and its copy in backward."""
     savers = tuple(saver for saver in slot.savers if not span.has(saver.name))
     own_parts = _own_parts(slot, span)
     end = max((part.released for part in own_parts), default=span.backward_start)
@@ -330,24 +330,24 @@ def _returned(slot: Slot, span: CheckpointSpan) -> tuple[Slot, Output]:
 
 
 def _extended(output: Output, span: CheckpointSpan) -> Output:
-    """Return `output` with a later death if it is an input of the checkpointed module: it is stored until the module's backward is done."""
+    """Return `output`, which lives until the checkpointed module's backward is done if it is an input of the module."""
     is_before = output.phase == "forward" and not output.slot and output.birth < span.start <= output.death
     is_input = is_before and (span.start <= output.used <= span.end or (output.used < 0 and output.death <= span.end + 1))
     return replace(output, death=max(output.death, span.backward_end)) if is_input else output
 
 
 def _weight_used_twice(weight: Slot, span: CheckpointSpan, complete: int) -> Slot:
-    """Return the slot of a weight that the checkpointed module reads in both forward passes.
+    """Return the entry of a weight that the checkpointed module reads in both of its forward passes.
 
-    It is decoded again from the second pass on. `complete`: the tick at which its gradient is complete.
+    If it is packed, it is decoded for the second one until the operation `complete`, at which its gradient is complete.
     """
     return replace(weight, running=(*weight.running, (span.backward_start, max(span.backward_start, complete))))
 
 
 def _cast_used_twice(trace: Trace, cast: Slot, span: CheckpointSpan, *, is_trained: bool) -> Slot:
-    """Return the slot of a weight's autocast copy, which is made in both forward passes.
+    """Return the entry of a weight's copy in autocast's dtype, which both forward passes of the module make.
 
-    Autocast caches casts of trained weights until its context ends, and no others.
+    Autocast caches the copies of trained weights until its context ends; others are freed earlier.
     """
     end = trace.backward_at - 1 if is_trained else cast.parts[0].packed
     return replace(cast, running=((cast.birth, max(end, cast.birth)), (span.backward_start, max(cast.death, span.backward_start))))
@@ -358,10 +358,11 @@ SHARE_IN_8_BITS = 0.52  # of two bytes, with scales; half of that of float32
 
 @dataclass(frozen=True)
 class _SecondPass:
-    """The memory that a checkpointed module's second forward pass takes at its largest moment, beside the tensors that it saves.
+    """The most memory that a checkpointed module holds while its forward runs again in backward.
 
-    `extra`: bytes if nothing is packed. `packed`: tensors that a session may store packed, and when the first pass reads them last. If they
-    are packed, in 8 bits, the largest moment is at the tick `moment`, with `beside` bytes of temporaries.
+    `extra` is this memory in bytes if nothing is packed. `packed` has the tensors that a session may pack, each with the time at which the
+    first pass reads it last. If they are packed in 8 bits, the memory is largest at the time `moment`, with `beside` more bytes of
+    temporaries. Times are ticks: positions of operations in the step.
     """
 
     span: CheckpointSpan
@@ -372,7 +373,6 @@ class _SecondPass:
 
     @staticmethod
     def of(trace: Trace, span: CheckpointSpan) -> _SecondPass:
-        """Return the memory of the second forward pass of the module of `span`."""
         inner = [slot for slot in trace.activations if _is_inner(slot, span)]
         end = max(s.birth for s in trace.activations if s.birth >= span.start and any(span.has(saver.name) for saver in s.savers))
         ran = [o for o in trace.outputs if o.phase == "forward" and not o.slot and span.start <= o.birth <= end]
@@ -391,9 +391,9 @@ class _SecondPass:
         return _SecondPass(span, extra, packed, moment, max(0, beside - extra))
 
     def slots(self, storage: int) -> Iterator[Slot]:
-        """Yield slots for the tensors that a session may pack in the second forward pass.
+        """Yield a slot for each large tensor that a session may pack when the module's forward runs again.
 
-        `storage`: the largest storage number that is in use.
+        `storage` is the largest storage number in use.
         """
         at, names = self.span.backward_start, {slot.name for slot in self.packed}
         for place, (slot, read) in enumerate(self.packed.items()):
@@ -407,9 +407,9 @@ class _SecondPass:
             )
 
     def _part(self, slot: Slot, part: Part, read: int) -> Part:
-        """Return `part` with the times at which `slot` is packed and decoded if the second forward pass saves it.
+        """Return the packed data `part` of `slot` with the times at which the second forward pass packs and reads it.
 
-        `read`: the tick at which the first pass reads the slot last.
+        `read` is the time (tick) at which the first forward pass reads the tensor last.
         """
         at = self.span.backward_start
         packed = at + (min(part.packed, read) > self.moment)
@@ -419,15 +419,15 @@ class _SecondPass:
 
 
 def _is_packed_again(slot: Slot) -> bool:
-    """Return whether a session may pack a tensor that a checkpointed module saves in its second forward pass."""
+    """Return whether a session may pack a tensor that a checkpointed module saves when it runs again."""
     is_large = bool(slot.parts) and not slot.stays and is_large_in_second_pass(slot.nbytes)
     return is_large and all(is_stored_in_second_pass(saver.op, saver.needs) for saver in slot.savers)
 
 
 def _in_8_bits(slot: Slot, read: int) -> list[tuple[int, int]]:
-    """Return the changes of memory, as (tick, bytes), by a tensor that would be packed in 8 bits when it is saved.
+    """Return the changes of memory, as (operation, bytes), if the tensor is packed in 8 bits when it is saved.
 
-    `read`: the tick at which the first pass reads it last.
+    `read` is the operation of the module's first forward pass that reads it last.
     """
     share = SHARE_IN_8_BITS * 2 / FLOAT_BYTES.get(slot.dtype, 2)
     first = min(read, *(part.packed for part in slot.parts))
@@ -435,9 +435,9 @@ def _in_8_bits(slot: Slot, read: int) -> list[tuple[int, int]]:
 
 
 def _largest(changes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return the tick at which the sum of all changes (tick, bytes) so far is largest, and this sum.
+    """Return the time at which the running sum of `changes`, pairs (time, bytes), is largest, and that sum.
 
-    Changes of one tick count together.
+    Changes at the same time are added before the sum is compared.
 
     >>> _largest([(3, 10), (5, -10), (5, 4), (6, 3)])
     (3, 10)

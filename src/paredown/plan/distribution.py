@@ -1,16 +1,16 @@
-"""Memory and traffic of one process when several train a model: DistributedDataParallel (`ddp`) and `fully_shard` (`fsdp2`).
+"""Predicts memory and traffic of one of several processes that train a model: DistributedDataParallel (`ddp`), `fully_shard` (`fsdp2`).
 
 With W processes, a parameter of R rows (dimension 0) and row bytes b in its format, and gradients of g bytes a row:
 
     fsdp2   stored by each process   ceil(R / W) rows of weight, gradient and optimizer state; rows beyond R are padding
-            gathered                 a unit (a module under `fully_shard`) is whole while it runs; the model's own parameters all the step
+            gathered                 a unit (a module under `fully_shard`) is whole while it runs, the model's own parameters all the time
             sent by each process     (W - 1) ceil(R / W) b for each all-gather: one in forward, one in backward for units that reshard
                                      (W - 1) ceil(R / W) g for the reduce-scatter
     ddp     stored by each process   everything, and a bucket of g bytes for each row of a gradient; gradients are not packed
             sent by each process     2 (W - 1) / W of R g for the all-reduce
 
 Sent bytes are those of ring algorithms, which are the least that these operations need. A step is one forward and one backward pass.
-Blocks lie in one row, so that the codes of a row do not depend on W. What is left out: latency, and copies inside of NCCL.
+Blocks lie in one row, so that the codes of a row do not depend on W. Latency and copies inside of NCCL are left out.
 
 >>> shard_bytes((10, 512), None, 4, itemsize=4), shard_bytes((10, 512), Format.parse("int8/64@bf16"), 4)
 (6144, 1584)
@@ -57,7 +57,7 @@ UNITS_NOTE = "assumes fully_shard on {}; all other parameters belong to the root
 
 @dataclass(frozen=True)
 class Communication:
-    """The bytes that one process sends in one step, by collective operation."""
+    """The bytes that one process sends to others in one step: a field for each kind of collective operation."""
 
     all_gather: int = 0
     reduce_scatter: int = 0
@@ -66,7 +66,7 @@ class Communication:
 
     @property
     def total(self) -> int:
-        """The bytes that one process sends in one step."""
+        """Return the bytes that one process sends in one step, over all collective operations."""
         return self.all_gather + self.reduce_scatter + self.all_reduce + self.all_to_all
 
 
@@ -75,7 +75,11 @@ NOTHING_SENT = Communication()
 
 @dataclass(frozen=True)
 class Distribution:
-    """The settings of a training with several processes: strategy, modules under `fully_shard`, format of reductions."""
+    """The settings of training with several processes, from which a footprint of one process is computed.
+
+    `strategy` is "ddp" or "fsdp2". `units` are the modules that `fully_shard` wraps beside the model, and `reduction` is the format in
+    which gradients are sent.
+    """
 
     strategy: str
     world_size: int
@@ -83,22 +87,22 @@ class Distribution:
     reduction: Format | None = None  # of gradients between processes (`paredown.optim.reduce_in_8_bits`); None: their dtype
 
     def gathered_bytes(self, shard: int) -> int:
-        """Return the bytes that a process sends in an all-gather of shards of `shard` bytes."""
+        """Return the bytes that one process sends in an all-gather in which each process contributes `shard` bytes."""
         return (self.world_size - 1) * shard
 
     def all_reduced_bytes(self, nbytes: int) -> int:
-        """Return the bytes that a process sends in an all-reduce of `nbytes`."""
+        """Return the bytes that one process sends in an all-reduce of `nbytes` bytes."""
         return 2 * (self.world_size - 1) * nbytes // self.world_size
 
     def scratch_bytes(self, chunk: int) -> int:
-        """Return the bytes that a reduction in few bits needs beside the gradients, of which each process sums `chunk` values.
+        """Return the temporary bytes of a low-bit reduction of gradients, if each process sums `chunk` values.
 
-        These are codes sent and received, a decoded chunk and its sum.
+        They hold codes sent and received, decoded values and their sum.
         """
         return 0 if self.reduction is None else 2 * self.world_size * self.reduction.nbytes((1, chunk)) + 2 * FLOAT32_BYTES * chunk
 
     def unit_of(self, module: str) -> str:
-        """Return the path of the module under `fully_shard` to which a module belongs; "" if it is in none of `units`."""
+        """Return the path of the module under `fully_shard` that contains `module`; "" if there is none."""
         return next((unit for unit in self.units if is_inside(module, unit)), ROOT)
 
 
@@ -109,9 +113,9 @@ def distribution_of(
     units: Iterable[str] | None = None,
     reduction: Format | str | None = None,
 ) -> Distribution | None:
-    """Return the arguments of `footprint` about processes as one checked value; None for one process.
+    """Return the checked settings of training with several processes; None if `strategy` is None.
 
-    Without `units`, they are the items of lists of modules, such as blocks.0.
+    The arguments are those of `footprint`. If `units` is None, fully_shard is taken to wrap the items of module lists, such as blocks.0.
     """
     if type(world_size) is not int or world_size < 1:
         raise PlanError(f"world_size={world_size!r}: give the number of processes, an integer of at least 1.")
@@ -136,7 +140,7 @@ def distribution_of(
 
 
 def _listed(modules: Iterable[str]) -> list[str]:
-    """Return the outermost modules with a number as name, which are items of nn.ModuleList and nn.Sequential."""
+    """Return the outermost modules whose name is a number, which are items of nn.ModuleList and nn.Sequential."""
     paths = [module.split(".") for module in modules]
     ends = [next((i for i, part in enumerate(parts) if part.isdigit()), None) for parts in paths]
     return list(dict.fromkeys(".".join(parts[: end + 1]) for parts, end in zip(paths, ends, strict=True) if end is not None))
@@ -146,12 +150,12 @@ def _listed(modules: Iterable[str]) -> list[str]:
 
 
 def shard_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
-    """Return the shape of the largest shard, to which all others are padded."""
+    """Return the shape of the largest shard of a tensor; all other shards are padded to this shape."""
     return (-(-shape[0] // world_size), *shape[1:]) if shape else ()
 
 
 def shard_bytes(shape: tuple[int, ...], format: Format | None, world_size: int, *, itemsize: int = FLOAT32_BYTES) -> int:
-    """Return the stored bytes of the largest shard of a tensor; `format` None stands for plain values of `itemsize` bytes."""
+    """Return the stored bytes of a tensor's largest shard; without a `format`, a value has `itemsize` bytes."""
     shard = shard_shape(shape, world_size)
     if format is not None:
         return format.nbytes(shard)
@@ -163,18 +167,17 @@ def shard_bytes(shape: tuple[int, ...], format: Format | None, world_size: int, 
 
 @dataclass(frozen=True)
 class _Shards:
-    """The formats of all parameters of a trace under FSDP2, and the bytes of their shards."""
+    """How `fully_shard` divides and stores all parameters of a trace; the bytes of their shards follow from it."""
 
     world_size: int
     weights: Mapping[str, Slot]
     formats: Mapping[str, ParameterFormats]
 
     def bytes_of(self, slot: Slot, format: Format | None) -> int:
-        """Return the stored bytes of the shard of a weight or gradient; `format` None stands for plain values."""
+        """Return the bytes of one process's shard of a weight or gradient in `format`; None stands for its dtype."""
         return shard_bytes(slot.shape, format, self.world_size, itemsize=FLOAT_BYTES.get(slot.dtype, 1))
 
     def weight(self, slot: Slot) -> int:
-        """Return the bytes of a weight's shard, which is stored and sent in the same form."""
         return self.bytes_of(slot, self.formats[slot.name].weight)
 
 
@@ -191,7 +194,7 @@ def _shards(trace: Trace, plan: Plan, world_size: int) -> _Shards:
 
 
 def distributed_intervals(trace: Trace, plan: Plan, shared: Distribution) -> list[Interval]:
-    """Return the intervals in which tensors of one of several processes hold memory, under `plan`."""
+    """Return the intervals in which tensors hold memory in one of several processes, under `plan`."""
     model = _fsdp_memory(trace, plan, shared) if shared.strategy == "fsdp2" else _ddp_memory(trace, plan, shared)
     held = activation_intervals(trace.activations, slot_storages(trace, plan))
     return [*fixed_intervals(trace), *model, *held]
@@ -201,15 +204,14 @@ def _ddp_memory(trace: Trace, plan: Plan, shared: Distribution) -> Iterator[Inte
     yield from model_memory(trace, plan, packs_gradients=False)
     gradients = trace.of(Role.GRADIENT)
     yield Interval(Role.GRADIENT, BUCKETS, 0, trace.length, sum(slot.nbytes for slot in gradients))
-    for bucket, at in (
-        _buckets(gradients) if shared.reduction is not None else ()
-    ):  # the scratch of a bucket: its chunks, then the decoded sums of all of them
+    for bucket, at in _buckets(gradients) if shared.reduction is not None else ():
+        # temporary memory of a bucket: its chunks, then the decoded sums of all of them
         scratch = bucket + shared.scratch_bytes(-(-bucket // (FLOAT32_BYTES * shared.world_size)))
         yield Interval(Role.TEMPORARY, BUCKETS, at, at, scratch)
 
 
 def _buckets(gradients: Iterable[Slot]) -> Iterator[tuple[int, int]]:
-    """Yield the bytes of each bucket of DistributedDataParallel, and the operation of backward that completes it.
+    """Yield (bytes, time) of each bucket of DistributedDataParallel; backward has filled it at that operation (tick).
 
     Gradients fill buckets in the order in which backward computes them.
     """
@@ -256,9 +258,10 @@ def _moment(moment: Slot, plan: Plan, shards: _Shards) -> int:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A module under `fully_shard`: its gradients, the bytes of its whole parameters, and when it runs.
+    """A module under `fully_shard`: its gradients, its parameters' bytes (`values`), and the ticks at which it runs.
 
-    `buffer`: the bytes that its all-gather fills. `forward`, `backward`: its first and last tick there; None if it does not run.
+    `buffer` is the bytes of the buffer for its all-gather. `forward` and `backward` are its first and last operation (tick) in each, None
+    if it does not run there.
     """
 
     name: str
@@ -270,9 +273,9 @@ class _Unit:
 
 
 def _units(trace: Trace, shared: Distribution, shards: _Shards) -> list[_Unit]:
-    """Return the modules under `fully_shard`, in the order in which they run.
+    """Return the modules under `fully_shard`, ordered as forward runs them.
 
-    In forward and in backward, a unit runs from the first to the last operation of its modules.
+    In forward and in backward, a module runs from the first to the last operation inside of it.
     """
     by_name: dict[str, list[Slot]] = defaultdict(list)
     for slot in shards.weights.values():
@@ -296,16 +299,16 @@ def _units(trace: Trace, shared: Distribution, shards: _Shards) -> list[_Unit]:
 
 
 def _hull(spans: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
-    """Return the smallest span (start, end) that contains all given spans; None for no spans."""
+    """Return the smallest span (start, end) that contains all `spans`; None if there are none."""
     found = list(spans)
     return (min(start for start, _ in found), max(end for _, end in found)) if found else None
 
 
 def _gathered(units: list[_Unit], trace: Trace) -> Iterator[Interval]:
-    """Yield the intervals in which whole parameters and the buffers of their all-gathers hold memory.
+    """Yield the intervals in which gathered (whole) parameters, and the buffers of their all-gathers, hold memory.
 
-    FSDP2 frees the buffer of a unit when the next one is gathered, and gathers the next unit of backward while one runs; the model's own
-    parameters stay whole from forward to the end of backward.
+    FSDP2 frees a module's buffer when it gathers the next module, and in backward it gathers the next module while one runs. The root
+    module's own parameters stay whole from forward to the end of backward.
     """
     for i, unit in enumerate(units):
         following, previous = units[i + 1] if i + 1 < len(units) else None, units[i - 1] if i else None
@@ -321,7 +324,7 @@ def _gathered(units: list[_Unit], trace: Trace) -> Iterator[Interval]:
 
 
 def _reduced(unit: _Unit, trace: Trace, shards: _Shards, shared: Distribution) -> Iterator[Interval]:
-    """Yield the intervals in which the gradients of one module under `fully_shard` hold memory, around its reduce-scatter."""
+    """Yield the intervals in which the gradients of `unit` hold memory before, in and after their reduce-scatter."""
     at = max((max(slot.birth, slot.dropped) for slot in unit.gradients), default=0) + 1
     for slot in unit.gradients:
         formats = shards.formats[slot.name]
@@ -342,7 +345,7 @@ def _reduced(unit: _Unit, trace: Trace, shards: _Shards, shared: Distribution) -
 
 
 def communication(trace: Trace, plan: Plan, shared: Distribution) -> Communication:
-    """Return the bytes that one process sends in one step."""
+    """Return the bytes that one process sends in a step under `plan`, by collective operation."""
     gradients = trace.of(Role.GRADIENT)
     if shared.strategy == "ddp":
         return _ddp_communication(gradients, shared)
@@ -356,10 +359,10 @@ def communication(trace: Trace, plan: Plan, shared: Distribution) -> Communicati
 
 
 def _ddp_communication(gradients: Iterable[Slot], shared: Distribution) -> Communication:
-    """Return the bytes that one process sends to reduce gradients under DistributedDataParallel.
+    """Return the bytes that one process sends to sum gradients under DistributedDataParallel.
 
-    If gradients travel in few bits, these are an all-to-all of chunks and an all-gather of their sums. Padding of single buckets is left
-    out.
+    With a low-bit format for gradients, they are those of an all-to-all of chunks and an all-gather of their sums, without the padding of
+    buckets.
     """
     if shared.reduction is None:
         return Communication(all_reduce=shared.all_reduced_bytes(sum(slot.nbytes for slot in gradients)))
@@ -369,9 +372,9 @@ def _ddp_communication(gradients: Iterable[Slot], shared: Distribution) -> Commu
 
 
 def _exchanged_bytes(gradients: Iterable[Slot], shared: Distribution, format: Format) -> int:
-    """Return the bytes that one process sends to reduce gradients as codes of `format`.
+    """Return the bytes that one process sends if gradients are summed over processes as codes of `format`.
 
-    Each unit (a module under `fully_shard`) exchanges the codes of all its gradients.
+    Each module under `fully_shard` sends the codes of all its gradients together.
     """
     numels: dict[str, int] = defaultdict(int)
     for slot in gradients:
@@ -380,7 +383,7 @@ def _exchanged_bytes(gradients: Iterable[Slot], shared: Distribution, format: Fo
 
 
 def largest_unit_bytes(trace: Trace, plan: Plan, shared: Distribution) -> int:
-    """Return the bytes of the largest buffer that an all-gather fills."""
+    """Return the bytes of the largest buffer for an all-gather of one module; 0 without `fully_shard`."""
     shards = _shards(trace, plan, shared.world_size)
     sums: dict[str, int] = defaultdict(int)
     for slot in shards.weights.values():
@@ -389,7 +392,7 @@ def largest_unit_bytes(trace: Trace, plan: Plan, shared: Distribution) -> int:
 
 
 def distribution_notes(trace: Trace, shared: Distribution) -> list[str]:
-    """Return notes of a footprint on how the processes share memory, one sentence each."""
+    """Return sentences for a footprint's notes on how the processes share memory."""
     if shared.strategy == "ddp":
         nbytes = say_bytes(sum(slot.nbytes for slot in trace.of(Role.GRADIENT)))
         return [BUCKET_NOTE.format(nbytes, nbytes)]

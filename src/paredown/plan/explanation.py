@@ -1,4 +1,4 @@
-"""`explain_slots(trace, plan)`: how a plan stores each slot, and why; prints as a table.
+"""`explain_slots(trace, plan)` says how a plan stores each slot (tensor of the step), and why; the result prints as a table.
 
 The column `what` has these values:
 
@@ -40,7 +40,10 @@ NO_RULE = "the plan assigns it no format"
 
 @dataclass(frozen=True)
 class PlannedSlot:
-    """A row of `explain_slots`: how a plan stores one slot, with its bytes under the plan and in the baseline."""
+    """A row of `explain_slots`: how a plan stores one tensor of the step, with its bytes under both plan and baseline.
+
+    `what` is a word such as "quantized" or "fixed", and `why` the reason.
+    """
 
     slot: str
     role: Role
@@ -52,17 +55,17 @@ class PlannedSlot:
 
 
 class PlannedSlots(TableRows[PlannedSlot]):
-    """The result of `explain_slots`: a row for each slot, printed as a table."""
+    """The result of `explain_slots`: a row for each tensor of the step, printed as a table."""
 
     __slots__ = ()
     columns = HEAD
 
     def that(self, what: str) -> PlannedSlots:
-        """Return the rows whose `what` is this: "quantized", "pinned", "fixed" and so on."""
+        """Return the rows whose column `what` has this text: "quantized", "pinned", "fixed" and so on."""
         return PlannedSlots(row for row in self if row.what == what)
 
     def cells(self, row: PlannedSlot) -> tuple[str, ...]:
-        """Return the texts of a row in the printed table."""
+        """Return the cells of a row of the printed table, as texts."""
         stored = f"{say_bytes(row.nbytes)} {row.format}".strip()
         return row.slot, row.role.value, say_bytes(row.baseline_bytes), stored, row.what, row.why
 
@@ -74,7 +77,7 @@ def explain_slots(trace: Trace, plan: Plan) -> PlannedSlots:
 
 @dataclass(frozen=True)
 class UnpackedSlots:
-    """Slots that a plan has a rule for and that stay unmodified for the same reason, with their bytes in total."""
+    """Tensors that stay unmodified for the same reason `why`, though a rule of the plan asks for a format."""
 
     role: Role
     why: str
@@ -83,7 +86,10 @@ class UnpackedSlots:
 
 
 def unpacked_slots(trace: Trace, plan: Plan) -> list[UnpackedSlots]:
-    """Return the slots that a plan has a rule for but cannot pack, in groups of equal role and reason, the most bytes first."""
+    """Return the tensors that stay unmodified though `plan` has a rule for them, grouped by role and reason.
+
+    Groups of most bytes come first. Small parameters, which never are packed, are left out.
+    """
     groups: dict[tuple[Role, str], list[PlannedSlot]] = {}
     for row in explain_slots(trace, plan) if not plan.changes_nothing else ():
         if row.what in ("fixed", "unmodified") and row.why not in (NO_RULE, SMALL) and _has_rule(row, plan):
@@ -115,7 +121,7 @@ def _activations(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
 
 
 def _what(slot: Slot, storage: SlotStorage, plan: Plan) -> tuple[str, str]:
-    """Return how an activation is stored and why, as the texts `what` and `why` of the table."""
+    """Return (what, why): a word for how an activation is stored, such as "quantized" or "pinned", and the reason."""
     if slot.stays:
         return "fixed", slot.stays
     if storage.recomputed:
@@ -149,7 +155,7 @@ def _parameters(trace: Trace, plan: Plan) -> Iterator[PlannedSlot]:
 
 
 def _not_quantized(weight: Slot) -> tuple[str, str]:
-    """Return how a tensor without a format is stored and why, as the texts `what` and `why` of the table."""
+    """Return (what, why) for a weight without a format: "fixed" or "unmodified", and the reason."""
     if weight.stays:
         return "fixed", weight.stays
     if weight.dtype not in FLOAT_BYTES:

@@ -1,4 +1,4 @@
-"""`footprint(trace, plan)`: predicted bytes of a training step under a plan, by arithmetic on its trace.
+"""`footprint(trace, plan)` predicts the bytes that a training step takes under a plan, by arithmetic on its trace.
 
 The lifetimes of all tensors (plan/byte_intervals.py) are summed tick by tick; the peak is the tick with the most bytes. On CUDA the
 allocator rounds every size up, and libraries hold workspaces whose size is known only roughly. DEVICES has these numbers, from which the
@@ -71,17 +71,16 @@ from paredown.tables import Table
 MIB = 1 << 20
 SEGMENT = 2 * MIB  # memory that the allocator requests from CUDA comes in multiples of this
 COMPILED_SLACK = 10  # high bounds of compiled steps add one part in this many
-COMPILED_MARGIN = 32  # `bound_bytes` of compiled steps adds one part in this many,
-EAGER_MARGIN = 512  # of eager steps one part in this many of what does not stay
+COMPILED_MARGIN = 32  # `bound_bytes` of compiled steps adds one part in this many
+EAGER_MARGIN = 512  # `bound_bytes` of eager steps adds one part in this many of tensors that do not stay allocated
 CONVOLUTION_BACKWARD = "aten.convolution_backward.default"
 MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "linear"})
 CONVOLUTIONS = frozenset({"convolution"})
 SHOWN_PRESETS = ("activations8", "activations4", "activations2")
 SHOWN_TIERS = ("safe", "half", "lpmm", "lpmm4")
 MODEL_ROLES = (Role.WEIGHT, Role.RESIDUE, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
-STAYING = frozenset(
-    {Role.WEIGHT, Role.RESIDUE, Role.FROZEN, Role.MOMENT1, Role.MOMENT2, Role.BUFFER, Role.INPUT}
-)  # roles of tensors that stay allocated from step to step
+# roles of tensors that stay allocated from step to step
+STAYING = frozenset({Role.WEIGHT, Role.RESIDUE, Role.FROZEN, Role.MOMENT1, Role.MOMENT2, Role.BUFFER, Role.INPUT})
 PRODUCTS = (
     "layers that multiply in 8 bits are counted as unmodified ones: their inputs in the plan's format of activations. "
     "Where it saves codes instead, a value takes 8 bits"
@@ -94,7 +93,7 @@ LEFT_OUT = {
 
 @dataclass(frozen=True)
 class Allocator:
-    """The rules by which a device allocates memory, as sizes in bytes."""
+    """How a device's memory allocator and libraries round up and add bytes, so that predicted memory is true."""
 
     rounding: int  # every size is rounded up to a multiple of this
     matmul_workspace: int  # held by cuBLAS after the first matrix product
@@ -103,13 +102,14 @@ class Allocator:
     unsplit: int  # a free block is not split if less than this would remain: at most this for each large tensor
 
     def rounded(self, nbytes: Any, **_: Any) -> Any:
-        """Return how many bytes the device allocates for `nbytes`, which may be an array."""
+        """Return how many bytes the device allocates for a tensor of `nbytes`, a number or an array."""
         return -(-nbytes // self.rounding) * self.rounding
 
     def bound(self, nbytes: Any, *, comes_and_goes: Any = True, is_compiled: bool = False) -> Any:
-        """Return an upper bound of the bytes that the device allocates for `nbytes`; `assign` keeps budgets by it.
+        """Return an upper bound of the bytes that the device allocates for a tensor of `nbytes`.
 
-        `comes_and_goes`: the tensor is allocated anew in each step. `is_compiled`: the step is compiled.
+        `assign` keeps budgets by it. `comes_and_goes` says whether the tensor is allocated anew in each step, `is_compiled` whether
+        torch.compile compiled the step.
         """
         is_large = (nbytes >= MIB) & comes_and_goes
         is_odd = is_large & (nbytes % SEGMENT != 0)
@@ -127,7 +127,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Fit:
-    """The answer whether a footprint, which `needs` (low, expected, high) bytes, fits a budget: usable as a bool, prints as a sentence."""
+    """The answer of `Footprint.fits`, true if the step fits; `needs` is its peak in bytes as (low, expected, high)."""
 
     fits: bool
     needs: tuple[int, int, int]
@@ -148,10 +148,10 @@ class Fit:
 
 @dataclass(frozen=True, repr=False)
 class Footprint:
-    """The result of `footprint`: predicted bytes of a step, by role, by module and at the peak.
+    """The result of `footprint`: predicted bytes of a step, by role of tensors, by module and at the peak.
 
-    Stored are weights, gradients and optimizer state from step to step (`model_bytes` in total), and activations and temporaries from
-    forward to backward.
+    "Stored" are weights, gradients and optimizer state that stay from step to step (`model_bytes` in total), and activations and
+    temporaries that stay from forward to backward.
     """
 
     trace: Trace
@@ -172,7 +172,7 @@ class Footprint:
 
     @cached_property
     def bound_bytes(self) -> int:
-        """The expected peak plus the margin that `assign` keeps. Measured peaks have stayed within this many bytes."""
+        """Return the expected peak plus a margin for memory that is not predicted; no measured peak was above it."""
         step, allocator = step_under(self.trace, self.plan), DEVICES[self.trace.device]
         flags = {"is_compiled": step.is_compiled}
         held = (i._replace(nbytes=allocator.bound(i.nbytes, comes_and_goes=i.role not in STAYING, **flags)) for i in self._held)
@@ -180,21 +180,21 @@ class Footprint:
 
     @property
     def model_bytes(self) -> int:
-        """The stored bytes of weights, gradients and optimizer state, which do not depend on the batch."""
+        """Return the stored bytes of weights, gradients and optimizer state, which do not depend on the batch."""
         return sum(self.by_role.get(role, 0) for role in MODEL_ROLES)
 
     @cached_property
     def host_bytes(self) -> int:
-        """The bytes in host memory, which no other figure includes: packed activations that the plan offloads."""
+        """Return the bytes of packed activations that the plan moves to host memory, which no other figure includes."""
         return host_bytes(planned_step(step_under(self.trace, self.plan), self.plan), self.plan)
 
     @property
     def recomputed(self) -> tuple[str, ...]:
-        """The modules under activation checkpointing, whose forward pass runs twice in a step."""
+        """Return the paths of modules under activation checkpointing, whose forward pass runs twice in a step."""
         return tuple(outermost(modules_of(self.trace), self.plan.checkpointed)) if self.plan.checkpointed else ()
 
     def by_module(self, depth: int | None = None) -> dict[str, int]:
-        """Return the stored bytes by module, the largest first; `depth` cuts paths to that many parts."""
+        """Return the stored bytes by module path, the most first; `depth` cuts paths to so many parts."""
         sums: Counter[str] = Counter()
         for interval in self._kept:
             parts = interval.module.split(".")
@@ -204,7 +204,7 @@ class Footprint:
     def by_tick(self) -> tuple[list[int], list[int], list[int]]:
         """Return the bytes in memory after each operation, in three lists: forward, backward and the optimizer's step.
 
-        The largest of them is `peak_bytes`.
+        The largest of all these numbers is `peak_bytes`.
         """
         allocator, step = DEVICES[self.trace.device], planned_step(step_under(self.trace, self.plan), self.plan)
         rounded = (i._replace(nbytes=allocator.rounded(i.nbytes)) for i in self._held)
@@ -212,7 +212,7 @@ class Footprint:
         return totals[: step.backward_at], totals[step.backward_at : step.length], totals[step.length :]
 
     def places_at_peak(self) -> dict[tuple[str, Role], int]:
-        """Return the bytes at the peak by (module, role), the largest first. Summed over modules they equal `at_peak`."""
+        """Return the bytes at the peak by (module, role), the largest first; sums over modules are `at_peak`."""
         sums: Counter[tuple[str, Role]] = Counter()
         for interval in self._at_peak:
             sums[interval.module, interval.role] += interval.nbytes
@@ -220,7 +220,7 @@ class Footprint:
 
     @cached_property
     def step_time(self) -> StepTime | str:
-        """The predicted time of the step by the calibration of its device; a sentence with the reason if it is not predicted."""
+        """Return the predicted time of the step, or a sentence that says why there is no prediction."""
         if self.plan.multiplies:
             return "calibrations have no products in 8 bits."
         if self.distribution is not None:
@@ -237,22 +237,21 @@ class Footprint:
 
     @cached_property
     def baseline(self) -> Footprint:
-        """The footprint of the step without a plan."""
+        """Return the footprint of the same step without a plan."""
         return self if self.plan.changes_nothing else self._under(BASELINE)
 
     def _under(self, plan: Plan) -> Footprint:
-        """Return the footprint of the same step, with the same number of processes, under another plan."""
         return self if plan == self.plan else _footprint(self.trace, plan, self.distribution)
 
     @property
     def padding_bytes(self) -> int:
-        """The part of `model_bytes` that rows added by `fully_shard` take, since dimension 0 does not divide evenly."""
+        """Return the bytes in `model_bytes` that are padding: rows of zeros that make `fully_shard`'s shards equal."""
         shared = self.distribution
         return 0 if shared is None or shared.strategy != "fsdp2" else self.model_bytes - self._undivided_bytes // shared.world_size
 
     @property
     def wide_bytes(self) -> int:
-        """The part of `model_bytes` by which weights are larger because `fully_shard` cannot pack them."""
+        """Return the bytes by which weights are larger because `fully_shard` cannot store them packed."""
         shared = self.distribution
         if shared is None or shared.strategy != "fsdp2":
             return 0
@@ -260,7 +259,7 @@ class Footprint:
 
     @cached_property
     def _undivided_bytes(self) -> int:
-        """The bytes of weights, gradients and optimizer state if one process stored all rows, under the same strategy."""
+        """Return the bytes of weights, gradients and optimizer state if one process stored all rows."""
         assert self.distribution is not None
         return _footprint(self.trace, self.plan, replace(self.distribution, world_size=1)).model_bytes
 
@@ -301,9 +300,9 @@ class Footprint:
         return head, [*rows, ["peak of the step", *(say_bytes(peak) for peak in peaks)]]
 
     def _tiers(self) -> list[str]:
-        """Return texts with the bytes of weights, gradients and optimizer state: baseline, this plan, and each tier.
+        """Return texts such as "half 1.2 GiB": the bytes of weights, gradients and optimizer state under a plan.
 
-        A tier is a preset for weights, gradients and optimizer state.
+        The plans are the baseline, this plan, and each tier, a preset for weights, gradients and optimizer state.
         """
         plans = {"baseline": BASELINE, "this plan": self.plan, **{name: Plan.preset(name) for name in SHOWN_TIERS}}
         sizes = {name: self._model_bytes(plan) for name, plan in plans.items()}
@@ -315,7 +314,7 @@ class Footprint:
         return model_bytes(self.trace, plan) if self.distribution is None else self._under(plan).model_bytes
 
     def _shared(self) -> list[str]:
-        """Return lines of text about how several processes share the model; none for one process."""
+        """Return the printed lines on how several processes share the model; [] for one process."""
         shared, sent = self.distribution, self.communication
         if shared is None:
             return []
@@ -346,11 +345,11 @@ def footprint(
     units: Sequence[str] | None = None,
     reduction: Format | str | None = None,
 ) -> Footprint:
-    """Return the predicted bytes of the traced step under `plan`; without a plan, of the baseline.
+    """Return the predicted bytes of the traced step under `plan`; if `plan` is None, of the baseline.
 
-    With `world_size` processes and a `strategy` ("ddp", "fsdp2"), the bytes are those of one process, and `communication` has what it
-    sends; the traced batch is that of one process. `units`: the modules that fully_shard wraps beside the model, with wildcards.
-    `reduction`: the format in which gradients travel, with `paredown.optim.reduce_in_8_bits`.
+    With `world_size` processes and a `strategy` ("ddp", "fsdp2"), the bytes are those of one process, and `communication` has the bytes
+    that it sends; the traced batch is that of one process. `units` are the modules that fully_shard wraps beside the model, with wildcards.
+    `reduction` is the format in which gradients are sent between processes, with `paredown.optim.reduce_in_8_bits`.
     """
     if not isinstance(trace, Trace) or not isinstance(plan, Plan | None):
         types = f"{type(trace).__name__}, {type(plan).__name__}"
@@ -401,7 +400,7 @@ def _footprint(trace: Trace, plan: Plan, shared: Distribution | None) -> Footpri
 
 
 def _slots_of(trace: Trace, *others: Trace) -> list[tuple[tuple[str, ...], Role]]:
-    """Return the names and roles of all slots that rules of a plan for `trace` may match."""
+    """Return (names, role) of every tensor that a rule of a plan may match in these traces of a step."""
     steps = [trace, *([trace.unmodified] if trace.unmodified is not None else []), *others]
     names = [(slot.names, slot.role) for step in steps for slot in step.slots]
     names += [(slot.names, Role.RESIDUE) for slot in trace.of(Role.WEIGHT)]  # slots that exist only under a plan
@@ -415,47 +414,47 @@ def _workspace(trace: Trace) -> int:
 
 @cached_on_trace
 def workspace_margin(trace: Trace) -> int:
-    """Return the bytes of workspace that cuDNN may allocate beyond the expected ones, for convolutions in float32."""
+    """Return the bytes that cuDNN may need for copies of a float32 convolution's operands, above the expected peak."""
     calls = (one.arguments for one in trace.operations if one.op == CONVOLUTION_BACKWARD and one.arguments)
     return max(map(_copied_bytes, calls), default=0) if trace.device == "cuda" else 0
 
 
 def _copied_bytes(arguments: str) -> int:
-    """Return the bytes of a convolution's input and of the gradients of input and output, which cuDNN may copy in backward.
+    """Return the bytes of a convolution's operands in backward, which cuDNN may copy if they are float32; else 0.
 
-    The result is 0 for other dtypes than float32. `arguments`: those of the call, as JSON.
+    `arguments` is the JSON of the call's arguments.
     """
     (_, grad, _), (dtype, x, _) = (value["t"] for value in json.loads(arguments)[0][:2])
     return DTYPE_BYTES[dtype] * (prod(grad) + 2 * prod(x)) if dtype == "float32" else 0
 
 
 def library_bytes(trace: Trace) -> int:
-    """Return the bytes of cuBLAS and cuDNN workspaces that the expected peak includes."""
+    """Return the bytes of cuBLAS and cuDNN workspaces that are part of the expected peak."""
     return _workspace(step_under(trace, BASELINE))
 
 
 def library_bound(trace: Trace) -> int:
-    """Return the bytes of cuBLAS and cuDNN workspaces that `bound_bytes` includes."""
+    """Return the bytes of cuBLAS and cuDNN workspaces that are part of `Footprint.bound_bytes`."""
     return library_bytes(trace) + workspace_margin(step_under(trace, BASELINE))
 
 
 def peak_of(trace: Trace, plan: Plan) -> int:
-    """Return the expected peak bytes of `trace` under `plan`. A simulated plan's formats count as if they were stored."""
+    """Return the expected peak in bytes under `plan`; formats that can only be simulated count as if stored."""
     return _footprint(trace, plan, None).peak_bytes
 
 
 def bound_of(trace: Trace, plan: Plan) -> int:
-    """Return `bound_bytes` of the footprint of `trace` under `plan`."""
+    """Return `Footprint.bound_bytes` of the step under `plan`, a bound that no measured peak exceeded."""
     return footprint(trace, plan).bound_bytes
 
 
 def model_bytes(trace: Trace, plan: Plan) -> int:
-    """Return the stored bytes of weights, gradients and optimizer state under `plan`."""
+    """Return the bytes of weights, gradients and optimizer state that stay from step to step under `plan`."""
     return sum(i.nbytes for i in model_memory(trace, plan) if i.role in MODEL_ROLES and _is_kept(i, trace))
 
 
 def peak_tick(held: Iterable[Interval], length: int) -> tuple[int, int]:
-    """Return the tick at which the intervals `held` have most bytes in memory, and these bytes. `length`: the last tick of the step.
+    """Return the tick at which the intervals `held` take most bytes, and these bytes; `length` is the step's last tick.
 
     >>> peak_tick([Interval(Role.INPUT, "", 0, 2, 10), Interval(Role.INPUT, "", 2, 3, 5), Interval(Role.INPUT, "", 3, 4, 9)], 4)
     (2, 15)
@@ -478,12 +477,12 @@ def _cell(slot: Slot, storage: SlotStorage | None) -> str:
 
 
 def slot_bytes(slot: Slot, storage: SlotStorage) -> int:
-    """Return the bytes that a slot takes if it is stored as `storage` says."""
+    """Return the bytes that a saved tensor takes if it is stored as `storage` says."""
     return sum(part_bytes(slot, part, storage) for part in slot.parts) if storage.packs else slot.nbytes
 
 
 def _is_kept(interval: Interval, trace: Trace) -> bool:
-    """Return whether the bytes of an interval outlast the phase of the step in which they were allocated."""
+    """Return whether the bytes of `interval` outlive the phase (forward, backward) in which they are allocated."""
     if interval.role in (Role.ACTIVATION, Role.TEMPORARY):
         return interval.birth <= trace.backward_at <= interval.death
     return interval.role is not Role.GRADIENT or interval.death >= trace.length

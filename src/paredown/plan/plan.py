@@ -1,4 +1,4 @@
-"""`Plan`: which format each tensor of a training step is stored in, as rules; a rule is a key and an `Assignment`.
+"""A `Plan` says in which format each tensor of a training step is stored, by rules; a rule is a key and an `Assignment`.
 
 A key is a role, a pattern or the name of a slot (plan/selectors.py). A name beats a pattern, a pattern beats a role, among equals the
 last one wins, and slots without a rule are stored unmodified. Rules are sorted in that order, weakest first, so that plans with the same
@@ -62,8 +62,8 @@ from paredown.roles import FORMATTED, Role
 from paredown.serial import brief, json_values, load_json, object_parts, save_text
 from paredown.tables import Table
 
-# of the JSON: version 2 added `recompute`; version 1 can be read too. Version 3 has `products`, version 4 `tiles`, version 5 `offload` of
-# other slots than inputs of checkpointed layers, and only plans with them are written so
+# versions of the JSON: 2 added `recompute`, and 1 can be read too. Version 3 has `products`, version 4 `tiles`, version 5 `offload` of
+# other slots than inputs of checkpointed layers; only plans that need a newer version than 2 are written with it
 VERSION, WITH_PRODUCTS, WITH_TILES, WITH_OFFLOAD = 2, 3, 4, 5
 FIELDS = ("version", "reason", "made_for", "recompute", "tiles", "offload", "products", "rules")
 MADE_FOR = "made_for", "{'model': 'resnet50', 'batch': 256}"  # name and example
@@ -74,7 +74,7 @@ SHOWN = 20  # rules that repr prints
 
 
 class Difference(NamedTuple):
-    """A rule in which two plans differ: the rule of each plan, or None where a plan has no rule with this key."""
+    """A rule in which two plans differ: the assignment in each plan, or None if a plan has no rule with this key."""
 
     key: str
     mine: Assignment | str | None
@@ -96,14 +96,14 @@ class Differences(tuple[Difference, ...]):
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Rules that assign format, rounding and overflow to slots, and the `reason` for them.
+    """Rules that assign format, rounding and overflow mode to the tensors of a training step, with the `reason`.
 
-    `made_for`: the model, batch, device and so on that the plan was made for, as JSON values. `recompute`: paths or patterns of modules
-    under activation checkpointing (torch.utils.checkpoint), and names or patterns of slots ("layers.*.mlp.1:input") that compiled sessions
-    recompute; the rules apply to those that cannot be recomputed. `offload`: names or patterns of slots whose packed values are in host
-    memory until backward needs them, on a GPU (True: inputs of checkpointed layers). `products`: which layers multiply 8-bit codes
-    (plan/product_rules.py), which changes forward. `tiles`: paths or patterns of modules, and how many tokens the pieces of the sequence
-    have that modules inside run over (session/tiles.py).
+    `made_for` has the model, batch, device and so on that the plan was made for, as JSON values. `recompute` has paths or patterns of
+    modules under activation checkpointing (torch.utils.checkpoint), and names or patterns of slots (saved tensors, "layers.*.mlp.1:input")
+    that compiled sessions recompute; slots that cannot be recomputed follow the rules. `offload` has names or patterns of slots whose
+    packed values are in host memory until backward needs them, on a GPU (True: inputs of checkpointed layers). `products` says which layers
+    multiply 8-bit codes (plan/product_rules.py), which changes forward. `tiles` has pairs of a path or pattern of modules and a number of
+    tokens: modules inside run over pieces of the sequence of so many tokens (session/tiles.py).
     """
 
     rules: tuple[tuple[str, Assignment], ...] = ()
@@ -114,9 +114,8 @@ class Plan:
     products: Products = ()
     tiles: tuple[tuple[str, int], ...] = ()
     _index: SelectorIndex = field(default=SelectorIndex(()), init=False, compare=False)
-    _assignments: dict[tuple[tuple[str, ...], Role], Assignment] = field(
-        default_factory=dict, init=False, compare=False
-    )  # results of `find`
+    # results of `find`
+    _assignments: dict[tuple[tuple[str, ...], Role], Assignment] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
         pairs = [(Selector.parse(key), assignment) for key, assignment in _checked(self.rules)]
@@ -139,30 +138,23 @@ class Plan:
     def key(
         self,
     ) -> tuple[tuple[tuple[str, Assignment], ...], tuple[str, ...], tuple[str, ...], Products, tuple[tuple[str, int], ...]]:
-        """All of the plan that has an effect, as one value; plans with the same effect have equal keys.
+        """Return everything in the plan that has an effect, as one value; plans with the same effect have equal keys.
 
-        Reasons are left out. Priors, picks, sweeps and reports use the value to recognize a plan.
+        Reasons are left out. Sweeps, reports and other parts of paredown recognize a plan by it.
         """
         return self.rules, self.recompute, self.offload, self.products, self.tiles
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, (
-            self.rules,
-            self.reason,
-            dict(self.made_for),
-            self.recompute,
-            self.offload,
-            self.products,
-            self.tiles,
-        )  # a copy starts with an empty cache
+        # a copy starts with an empty cache
+        return Plan, (self.rules, self.reason, dict(self.made_for), self.recompute, self.offload, self.products, self.tiles)
 
     @staticmethod
     def uniform(
         *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None, **formats: Unpack[ByRole]
     ) -> Plan:
-        """Return a plan with one format for each role that is named, and one element of 8-bit products for all linear layers.
+        """Return a plan with the same format for all tensors of a role, given as `activation="int8/64@bf16"` and so on.
 
-        Without any it is the baseline.
+        `product` is the element of 8-bit products of linear layers. Without any format it is the baseline.
         """
         rules: list[tuple[str, Assignment]] = []
         product = formats.pop("product", None)
@@ -177,7 +169,7 @@ class Plan:
 
     @staticmethod
     def preset(name: str) -> Plan:
-        """Return the preset with this name."""
+        """Return the plan that has this name in the table PRESETS, such as "activations4"."""
         if not isinstance(name, str) or name not in PRESETS:
             rows = "; ".join(f"{row.name} ({row.note})" for row in PRESETS.values())
             raise PlanError(f"preset {name!r} is unknown. Allowed: {rows}. Plan.uniform(activation=...) takes any format.")
@@ -187,9 +179,9 @@ class Plan:
     def set(
         self, key: str, format: FormatLike, *, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None
     ) -> Plan:
-        """Return this plan with one more rule, the last one; a rule with the same key is replaced. `format` None: stored unmodified.
+        """Return this plan with a rule for `key` added or replaced; `format` None stores matching tensors unmodified.
 
-        Keys with `product` choose the layers that multiply 8-bit codes: set("product=layers.*", "e4m3fn"), set("product=head", None).
+        `key` is a role, a name or a pattern. With `product` it chooses layers that multiply 8-bit codes: set("product=layers.*", "e4m3fn").
         """
         if is_product_key(key):
             if rounding is not None or overflow is not None:
@@ -203,7 +195,7 @@ class Plan:
         return replace(self, rules=(*kept, (key, _assignment(key, format, rounding, overflow))))
 
     def without(self, key: str) -> Plan:
-        """Return this plan without the rule of this key."""
+        """Return this plan without the rule that has this key."""
         key = key if is_product_key(key) else str(Selector.parse(key))
         keys = [rule[0] for rule in (*self.rules, *self.products)]
         if key not in keys:
@@ -214,21 +206,23 @@ class Plan:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether the plan is the baseline: no rules, no activation checkpointing, no tiles, no products in 8 bits."""
+        """Return whether the plan is the baseline: it has no rules, 8-bit products, checkpointing or pieces (tiles)."""
         return not self.rules and not self.recompute and not self.products and not self.tiles
 
     @property
     def quantizes_nothing(self) -> bool:
-        """Whether training under the plan rounds nothing, since it has no rules; layers may be checkpointed."""
+        """Return whether the plan has no rules and so rounds nothing; it may still checkpoint layers."""
         return not self.rules and not self.products
 
     @property
     def multiplies(self) -> bool:
-        """Whether some layers may multiply 8-bit codes, which changes forward."""
+        """Return whether some layers may multiply 8-bit codes, which changes forward."""
         return any(element is not None for _, element in self.products)
 
     def product_of(self, path: str) -> tuple[str | None, bool]:
-        """Return the 8-bit element in which the layer at `path` multiplies (or None), and whether a rule names exactly this layer.
+        """Return (element, is_named) for the 8-bit products of the layer at `path`.
+
+        The element is None if the layer multiplies in its dtype; `is_named` says whether a rule names exactly this layer.
 
         >>> Plan.preset("fp8").set("product=head", None).product_of("head")
         (None, True)
@@ -238,7 +232,7 @@ class Plan:
     def recomputing(self, *modules: str) -> Plan:
         """Return this plan with activation checkpointing of further modules, given as paths or patterns.
 
-        Names of slots are tensors that a compiled step recomputes one by one.
+        Names of slots (with a colon) stand for tensors that a compiled step recomputes one by one.
 
         >>> Plan().recomputing("layers.0", "layers.1")
         Plan(0 rules)
@@ -249,7 +243,7 @@ class Plan:
     def offloading(self, *slots: str) -> Plan:
         """Return this plan with packed activations stored in host memory until backward needs them, on a GPU.
 
-        `slots` are their names or patterns; without any, inputs of checkpointed layers.
+        `slots` are names or patterns of activations; without any, the inputs of checkpointed layers are stored there.
 
         >>> Plan.preset("activations8").offloading("layers.*")
         Plan(1 rule)
@@ -261,9 +255,10 @@ class Plan:
         return replace(self, offload=tuple(dict.fromkeys((*self.offload, *(slots or CHECKPOINT_INPUTS)))))
 
     def tiling(self, *modules: str, length: int) -> Plan:
-        """Return this plan with modules, given by path or pattern, that run over pieces of `length` tokens.
+        """Return this plan with modules, by path or pattern, that run over pieces of `length` tokens of the sequence.
 
-        They are the outermost ones that act on tokens one by one, such as MLPs and norms; they run again, piece by piece, in backward.
+        In these modules, the outermost ones that act on tokens one by one, such as MLPs and norms, run in pieces, and run again so in
+        backward.
 
         >>> Plan().recomputing("layers.*").tiling("layers.*", length=2048)
         Plan(0 rules)
@@ -275,16 +270,16 @@ class Plan:
 
     @cached_property
     def checkpointed(self) -> tuple[str, ...]:
-        """The paths and patterns of modules in `recompute`."""
+        """Return the paths and patterns in `recompute` that name modules: those under activation checkpointing."""
         return tuple(text for text in self.recompute if ":" not in text)
 
     @cached_property
     def recomputed(self) -> tuple[str, ...]:
-        """The names and patterns of slots in `recompute`, which a compiled step recomputes; none if the plan packs no activations."""
+        """Return the names and patterns in `recompute` that name tensors; none if the plan packs no activations."""
         return tuple(text for text in self.recompute if ":" in text) if self.packs_activations else ()
 
     def recomputes(self, names: Iterable[str]) -> bool:
-        """Return whether backward of a compiled step recomputes a slot; `names` are those that operations gave it.
+        """Return whether backward of a compiled step should recompute the tensor that was saved under `names`.
 
         >>> plan = Plan.uniform(activation="int8/64@bf16").recomputing("layers.*.mlp.1:input")
         >>> plan.recomputes(("layers.0.mlp.1:input",)), plan.recomputes(("layers.0.mlp.2:input",)), plan.checkpointed
@@ -293,7 +288,7 @@ class Plan:
         return first_match(self.recomputed, names) is not None
 
     def offloads(self, name: str) -> bool:
-        """Return whether the plan asks for the packed values of a slot in host memory; `name` is one that an operation gave it.
+        """Return whether the plan asks to hold packed values of the activation `name` in host memory.
 
         >>> Plan().offloading("layers.0.*").offloads("layers.0.mlp.1:input")
         True
@@ -302,17 +297,17 @@ class Plan:
 
     @cached_property
     def packs_activations(self) -> bool:
-        """Whether a rule can match activations, so that a session must hook saved tensors."""
+        """Return whether a rule can match activations, so that a session must hook saved tensors."""
         return any(key.role in (None, Role.ACTIVATION) for key in self._index.keys)
 
     @property
     def activation_formats(self) -> list[Format | None]:
-        """The formats of all rules that can match activations; None stands for unmodified."""
+        """Return the formats of all rules that can match activations; None stands for unmodified."""
         pairs = ((Selector.parse(key), assignment.format) for key, assignment in self.rules)
         return [format for key, format in pairs if key.role in (None, Role.ACTIVATION)]
 
     def find(self, names: Sequence[str], role: Role) -> Assignment:
-        """Return what the plan requests for a slot of this role; `names` are those that operations gave it."""
+        """Return the format, rounding and overflow mode that the plan requests for a tensor with these names."""
         key = (names if isinstance(names, tuple) else (names,) if isinstance(names, str) else tuple(names), role)
         assignment = self._assignments.get(key)
         if assignment is None:
@@ -320,9 +315,9 @@ class Plan:
         return assignment
 
     def needs_of(self, name: str, needs: Needs) -> Needs:
-        """Return what backward needs of an activation under this plan, which may remove the pin of a checkpoint's input.
+        """Return `needs`, what backward needs of the activation `name`, without bounds that this plan removes.
 
-        If a rule names the input of a checkpointed layer, the lower bound on its precision (`Needs.pin`) is removed.
+        A rule that names the input of a checkpointed layer removes the lower bound on its precision (`Needs.pin`).
 
         >>> from paredown.autograd.operations import RECOMPUTES
         >>> named = Plan((("*:checkpoint.input", Assignment.parse("int4/64@bf16")),))
@@ -341,10 +336,10 @@ class Plan:
         return UNMODIFIED if best is None else self.rules[best][1]
 
     def check(self, slots: Iterable[NamesAndRole]) -> list[str]:
-        """Return the keys of rules that name slots which do not exist; raise PlanError for patterns that match nothing.
+        """Return the keys of rules that name tensors which the step does not have; raise PlanError for worse mistakes.
 
-        Each slot is (names under which operations saved it, role). Raise PlanError if a pattern matches no slot, or if all slots that the
-        plan names are missing. A role without slots is no error.
+        These are a pattern that matches nothing, and a plan all of whose named tensors are missing. Each of `slots` is (names under which
+        operations saved a tensor, its role). A rule for a role that no tensor has is no error.
         """
         known = [(bare_names(names, Role(role)), Role(role)) for names, role in slots if role in FORMATTED]
         missing = self._index.unmatched(known)
@@ -362,9 +357,9 @@ class Plan:
         return [str(key) for key in missing]
 
     def check_stored(self) -> None:
-        """Raise PlanError for a rule whose format cannot store tensors of its role.
+        """Raise PlanError for a rule whose format cannot store tensors, such as int8 without a scale.
 
-        Simulate mode stores nothing, and takes formats without a scale.
+        Call it in store mode only: simulate mode rounds values without storing them, and takes formats without a scale.
 
         >>> Plan.uniform(frozen="nf4/64@bf16").check_stored()
         >>> Plan.uniform(frozen="int8").check_stored()  # doctest: +ELLIPSIS
@@ -383,11 +378,11 @@ class Plan:
                 )
 
     def unmatched(self, slots: Iterable[NamesAndRole]) -> list[str]:
-        """Return the names and patterns in the plan's rules that match none of these slots."""
+        """Return the names and patterns in the plan's rules that match none of the tensors `slots`: (names, role)."""
         return [str(key) for key in self._index.unmatched([(bare_names(names, Role(role)), Role(role)) for names, role in slots])]
 
     def diff(self, other: Plan) -> Differences:
-        """Return the rules in which this plan (first) and `other` differ; none if they have the same effect.
+        """Return the rules in which this plan (first) and `other` (second) differ; none if both have the same effect.
 
         Reasons are not compared.
         """
@@ -401,7 +396,7 @@ class Plan:
         return Differences(rows)
 
     def _effects(self) -> list[dict[str, Assignment | str]]:
-        """Return the rules by kind and key; rules that have no assignment are given as text."""
+        """Return the plan's settings for `diff`: for each kind of rule, a dict from key to assignment or text."""
         words = {text: ("slot", "recomputed") if ":" in text else ("module", "checkpointed") for text in self.recompute}
         return [
             dict(self.rules),
@@ -448,9 +443,9 @@ class Plan:
         return [f"{what}: {', '.join(names)}" for what, names in parts.items() if names]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value: version, reason, made_for, recompute and the rules, [key, {format, rounding, overflow}] each.
+        """Return the plan as a JSON value; a rule is [key, {format, rounding, overflow}].
 
-        A plan with products, tiles or offloaded slots has a newer version number, so that older programs refuse it.
+        A plan with newer settings (8-bit products, `tiles`, `offload`) has a newer version number, so that older programs refuse it.
         """
         rules = [[key, assignment.to_json()] for key, assignment in self.rules]
         is_old = self.offload in ((), CHECKPOINT_INPUTS)  # then older versions can read it
@@ -463,7 +458,7 @@ class Plan:
 
     @staticmethod
     def from_json(value: Any) -> Plan:
-        """Return the plan whose JSON value is `value`; raise PlanError for a value that `to_json` does not write."""
+        """Return the plan that `to_json` wrote as `value`; raise PlanError for a value that it does not write."""
         parts = object_parts(value, "plan", FIELDS, ("version", "rules"), WITH_OFFLOAD, PlanError)
         rules = parts["rules"]
         if not isinstance(rules, list) or not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
@@ -473,7 +468,7 @@ class Plan:
         return Plan(parsed, **{name: parts[name] for name in names if name in parts})
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the JSON, one line for each rule; equal plans are equal files."""
+        """Write the plan to a file as JSON, one line for each rule; equal plans give equal files."""
         value = self.to_json()
         rules = ",\n".join(f"    {json.dumps(rule)}" for rule in value.pop("rules"))
         head = "".join(f"  {json.dumps(name)}: {json.dumps(part, sort_keys=True)},\n" for name, part in value.items())
@@ -482,12 +477,12 @@ class Plan:
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Plan:
-        """Return the plan that `save` wrote."""
+        """Return the plan that `save` wrote to this file."""
         return load_json(path, "plan", PlanError, Plan.from_json, hint="Plans are written by plan.save(path).")
 
 
 def _checked(rules: Any) -> tuple[tuple[str, Assignment], ...]:
-    """Return the rules as a tuple of (key, Assignment); raise PlanError for other types."""
+    """Return the rules as a tuple of (key, Assignment); raise PlanError if they are of other types."""
     pairs: tuple[Any, ...] = tuple(rules) if isinstance(rules, Iterable) else (rules,)
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Assignment)):
@@ -498,7 +493,7 @@ def _checked(rules: Any) -> tuple[tuple[str, Assignment], ...]:
 
 
 def _assignment(key: str, *parts: Any) -> Assignment:
-    """Return the assignment for a rule's format, rounding and overflow; errors name the rule."""
+    """Return the assignment of format, rounding and overflow mode (`parts`); a PlanError names the rule's `key`."""
     try:
         return Assignment.parse(*parts)
     except PlanError as error:
@@ -512,7 +507,7 @@ def _from_json(key: str, value: Any) -> Assignment:
 
 
 def combine_presets(names: Iterable[str]) -> Plan:
-    """Return one plan with the rules of several presets, which must not share a role.
+    """Return one plan with the rules of several presets; raise PlanError if two presets have rules for the same role.
 
     >>> [key for key, _ in combine_presets(("half", "activations8")).rules]
     ['weight', 'gradient', 'moment1', 'moment2', 'activation']

@@ -1,10 +1,10 @@
-"""`planned_step`: the trace of a step under a plan's `tiles`, `recompute` and `offload`, from the trace without them.
+"""`planned_step` returns the trace of a step under a plan's `tiles`, `recompute` and `offload`, given the trace without them.
 
-Layers in tiles and checkpointed layers: plan/tiled_trace.py, plan/checkpointed_trace.py. Here are single tensors that backward of a
-compiled step recomputes, and packed values that are in host memory in between.
+plan/tiled_trace.py handles layers in tiles, plan/checkpointed_trace.py checkpointed layers. This file handles single tensors that
+backward of a compiled step recomputes, and packed values that are in host memory between forward and backward.
 
     saved         |######################################|
-    recomputed    |####|                              |###|     its product runs again at the first tick of the second span
+    recomputed    |####|                              |###|     its matrix product runs again when the second span begins
     sources      |#######################################|      stored unmodified, so that recomputed values are those of forward
 
 Sessions edit the graphs in the same way (session/compiled/recomputed_tensors.py). A tensor whose source is recomputed itself is stored.
@@ -18,8 +18,8 @@ each direction, and the two that forward packs last stay there, since backward n
     layer 2                           |#######################################|          copied, and never freed
     layer 3                                |#############################|               not copied
 
-A layer is a module with a number for a name, and what is inside of it; any other module is one by itself. Layers that save values count,
-packed or not; but only the packed values of the next layer bring those of a layer back early.
+A layer is a module with a number for a name, and what is inside of it; any other module is one by itself. A layer that saves values counts
+as a layer even if nothing of it is packed, but only reads of packed values decide when those of the layer before are copied back.
 
 >>> layer_of("encoder.layers.3.mlp.0:input"), layer_of("layers.3@2:checkpoint.input"), layer_of("layer1.0.bn1:input"), layer_of("fc:input")
 ('encoder.layers.3', 'layers.3', 'layer1.0', 'fc')
@@ -45,7 +45,7 @@ from paredown.roles import Role
 SOURCE = "backward recomputes another tensor from it"
 # an index of a ModuleList, or torchvision's encoder_layer_11; not conv1, which is part of a layer
 NUMBERED = re.compile(r"(.*_)?\d+")
-Layer = Sequence[tuple[int, Slot]]  # slots of which a layer saves the values, and when
+Layer = Sequence[tuple[int, Slot]]  # (tick at which it would be packed, slot) of each tensor whose values a layer saves
 NOT_CUDA = "on a CPU all memory is the host's"
 IN_GRAPHS = "torch.compile runs the model, and compiled sessions offload nothing"
 READ_FIRST = "it is packed last, and backward needs it first"
@@ -53,9 +53,10 @@ NOT_PACKED = "no activation of this name is stored packed"
 
 
 def planned_step(step: Trace, plan: Plan) -> Trace:
-    """Return the trace of the step under the plan's `tiles`, `recompute` and `offload`.
+    """Return the trace of the step if modules run in tiles, are recomputed or are offloaded as `plan` says.
 
-    What is recomputed are layers of an eager step, or single tensors of a compiled one, which offloads nothing.
+    Tiles are pieces of the sequence. In an eager step whole layers are recomputed; in a compiled step single tensors are, and nothing is
+    offloaded (moved to host memory).
     """
     step = tiled_trace(step, plan.tiles)
     return recomputed_trace(step, plan) if step.is_compiled else offloaded_trace(checkpointed_trace(step, plan.checkpointed), plan)
@@ -65,7 +66,7 @@ def planned_step(step: Trace, plan: Plan) -> Trace:
 
 
 def recomputed_slots(trace: Trace, plan: Plan) -> list[Slot]:
-    """Return the slots of a compiled step that backward recomputes under `plan`."""
+    """Return the saved tensors that backward of a compiled step recomputes under `plan`."""
     chosen: dict[int, Slot] = {}
     for slot in sorted(trace.activations, key=lambda slot: slot.birth) if plan.recomputed else ():
         how = slot.recomputation
@@ -75,7 +76,7 @@ def recomputed_slots(trace: Trace, plan: Plan) -> list[Slot]:
 
 
 def recomputed_trace(trace: Trace, plan: Plan) -> Trace:
-    """Return the trace of a compiled step in which backward recomputes the slots that `plan` names."""
+    """Return the trace of a compiled step if backward recomputes the tensors that `plan` names."""
     chosen = recomputed_slots(trace, plan)
     if not chosen:
         return trace
@@ -97,7 +98,7 @@ def _source(slot: Slot, needed: dict[int, int]) -> Slot:
 
 
 def _outputs(slot: Slot) -> list[Output]:
-    """Return the allocations of a recomputed tensor in forward and in backward, and those of intermediate results."""
+    """Return the allocations that a recomputed tensor causes: in forward, in backward, and of intermediate results."""
     how = slot.recomputation
     assert how is not None
     of_slot = slot.shape, slot.dtype, slot.nbytes
@@ -113,7 +114,7 @@ def _outputs(slot: Slot) -> list[Output]:
 
 
 def unhonoured_recomputation(step: Trace, plan: Plan) -> list[str]:
-    """Return a sentence for each slot that the plan asks backward to recompute, but that is not recomputed."""
+    """Return a note, with the reason, for each tensor that `plan.recompute` names and backward cannot recompute."""
     named = [text for text in plan.recompute if ":" in text]
     if not step.is_compiled or not plan.recomputed:
         reason = "the step is not compiled" if not step.is_compiled else "the plan has no rule for activations"
@@ -127,14 +128,17 @@ def unhonoured_recomputation(step: Trace, plan: Plan) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def layer_of(name: str) -> str:
-    """Return the path of the layer that a slot belongs to: the outermost module with a number for a name, else its own module."""
+    """Return the layer of a saved tensor: the outermost module that is named by a number, else the tensor's module."""
     parts = CALL.sub("", name.partition(":")[0]).split(".")
     first = next((place for place, part in enumerate(parts) if NUMBERED.fullmatch(part)), len(parts) - 1)
     return ".".join(parts[: first + 1])
 
 
 def saving_layers(step: Trace, plan: Plan) -> list[tuple[str, Layer]]:
-    """Return the path of each layer that saves values in forward, in forward order, with its slots; [] if nothing can be offloaded."""
+    """Return (path, its saved tensors) for each layer that saves values in forward, in forward order.
+
+    The list is empty if `plan` offloads nothing (no tensor moves to host memory) or nothing can be offloaded.
+    """
     if not plan.offload or step.device != "cuda" or step.is_compiled:
         return []
     storages, rows = slot_storages(step, plan), list[tuple[int, str, Slot]]()
@@ -148,9 +152,9 @@ def saving_layers(step: Trace, plan: Plan) -> list[tuple[str, Layer]]:
 
 
 def offloaded_trace(step: Trace, plan: Plan) -> Trace:
-    """Return the trace of the step in which `Part.away` says when packed values that `plan` offloads are not on the GPU.
+    """Return the trace with `Part.away` set: the operations between which packed values are in host memory only.
 
-    What second forward passes pack while backward runs stays there.
+    `plan.offload` names the values. Values that second forward passes of checkpointed layers pack, while backward runs, stay on the GPU.
     """
     layers = [layer for _, layer in saving_layers(step, plan)]
     storages, first_read = slot_storages(step, plan) if layers else {}, dict[str, int]()
@@ -175,12 +179,12 @@ def _moved(slot: Slot, away: Span | None) -> Slot:
 
 
 def offloaded_names(step: Trace) -> set[str]:
-    """Return the names of the slots of which something is in host memory; `step` is that of `offloaded_trace`."""
+    """Return the names of activations that move to host memory; `step` must be from `offloaded_trace`."""
     return {name for slot in step.activations if any(part.away for part in slot.parts) for name in slot.names}
 
 
 def unhonoured_offload(step: Trace, plan: Plan) -> list[str]:
-    """Return a sentence for each name or pattern in the plan's `offload` that moves nothing; `step` is that of `offloaded_trace`."""
+    """Return a note, with the reason, for each name in `plan.offload` for which nothing moves to host memory."""
     if not plan.offload:
         return []
     storages = slot_storages(step, plan)

@@ -1,8 +1,8 @@
-"""PRESETS: plans with a name, one row each; `Plan.preset("activations4")` returns one.
+"""PRESETS is a table of plans that have a name, one row each; `Plan.preset("activations4")` returns the plan of a row.
 
-Bits a value, scales and minimums included: activations8 and activations8f 8.25, activations4 5, activations4a 4.5, activations2 2.5;
+Bits for each value, with scales and minimums: activations8 and activations8f 8.25, activations4 5, activations4a 4.5, activations2 2.5;
 frozen8 8.25, frozen4 4.25 for each frozen value. Activations are rounded to nearest.
-The others are the tiers of `formats/catalog.py`: formats of weights, gradients and optimizer state, with unmodified activations.
+The other presets are the tiers of `formats/catalog.py`: formats of weights, gradients and optimizer state, with unmodified activations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paredown.plan.storage import FormatLike
 
 
 class ByRole(TypedDict, total=False):
-    """The formats that a preset gives to each role."""
+    """The keyword arguments of `Plan.uniform`: a format for each role, and `product`, the element of 8-bit products."""
 
     weight: FormatLike
     frozen: FormatLike
@@ -31,7 +31,7 @@ class ByRole(TypedDict, total=False):
 
 
 class Preset(NamedTuple):
-    """A row of PRESETS: the name, the formats of the roles, and a note on what to use the preset for."""
+    """A row of PRESETS: the name of a plan, its formats by role, and a note on what to use it for."""
 
     name: str
     formats: ByRole

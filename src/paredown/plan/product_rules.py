@@ -1,7 +1,7 @@
-"""Which matrix products of a plan run on 8-bit codes: rules `product`, `product=layers.*` and `product=layers.0.fc`, by path of a layer.
+"""Rules of a plan that let layers multiply 8-bit codes: `product`, `product=layers.*` and `product=layers.0.fc`, by path of a layer.
 
 The elements are `e4m3fn` and `int8`, with a scale for each row (codec/products.py), and `auto`: e4m3fn where the device multiplies it, else
-int8. None excludes layers. A path beats a pattern, a pattern beats the whole, and among equals the last rule wins.
+int8. None excludes layers. A path beats a pattern, a pattern beats the rule for all layers, and among equals the last rule wins.
 
 >>> rules = checked_products((("product", "e4m3fn"), ("product=layers.0.*", None), ("product=layers.0.up", "int8")))
 >>> [find_product(rules, path) for path in ("layers.1.up", "layers.0.down", "layers.0.up")]
@@ -24,7 +24,7 @@ Products = tuple[tuple[str, str | None], ...]
 
 
 def is_product_key(key: Any) -> bool:
-    """Return whether the key of a rule is about products.
+    """Return whether a rule's key chooses layers that multiply 8-bit codes: it is "product", or begins with "product=".
 
     >>> is_product_key("product=head"), is_product_key("product"), is_product_key("products.0:input")
     (True, True, False)
@@ -33,7 +33,7 @@ def is_product_key(key: Any) -> bool:
 
 
 def checked_products(rules: Any) -> Products:
-    """Return rules for products in the order of their precedence, the lowest first; raise PlanError for invalid ones."""
+    """Return a plan's rules for 8-bit products, the weakest first; raise PlanError for an invalid rule."""
     given: list[Any] = list(rules) if isinstance(rules, list | tuple) else [rules]
     for rule in given:
         if not (isinstance(rule, list | tuple) and len(rule) == 2 and is_product_key(rule[0]) and rule[0] != f"{PRODUCT}="):
@@ -52,13 +52,13 @@ def checked_products(rules: Any) -> Products:
 
 
 def _rank(key: str) -> int:
-    """Return the precedence of a rule's key: 0 for all layers, 1 for a pattern, 2 for a path."""
+    """Return the precedence of a rule for 8-bit products: 0 for all layers, 1 for a pattern, 2 for a path."""
     path = key.partition("=")[2]
     return 0 if not path else 1 if any(letter in WILDCARDS for letter in path) else 2
 
 
 def find_product(rules: Products, path: str) -> tuple[str | None, bool]:
-    """Return the 8-bit element in which the layer at `path` multiplies (None: unmodified), and whether a rule names exactly this layer."""
+    """Return (8-bit element of the layer at `path` or None, whether a rule names exactly this layer)."""
     for key, element in reversed(rules):  # the strongest first
         text = key.partition("=")[2]
         if not text or text == path or (_rank(key) == 1 and fnmatchcase(path, text)):

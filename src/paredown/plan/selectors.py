@@ -1,4 +1,4 @@
-"""`Selector`: which slots a rule of a plan matches, parsed from the key of the rule.
+"""A `Selector` says which slots (tensors of a step) a rule of a plan matches; it is parsed from the rule's key.
 
     activation                        every slot of a role
     layer3.*:input                    a pattern: * is any text (dots and colons too), ? one character, [ab] one of these
@@ -7,8 +7,8 @@
     layer3.0.conv1:input              a slot by its name
     gradient=layer3.0.conv1.weight    a slot by its role and name
 
-A gradient, a moment, a master weight and a residue have the name of their weight, an error that of its activation. So a name without a
-role matches the weight or the activation only, and a pattern without a role matches all of them. Where several rules match a slot, a
+A gradient, a moment, a master weight and a residue have the name of their weight, an error the name of its activation. So a name without
+a role matches the weight or the activation only, and a pattern without a role matches all of them. Where several rules match a slot, a
 name beats a pattern, a pattern beats a role, and among equals the last one wins.
 
 >>> Selector.parse("weight=layer3.*").rank(("layer3.0.conv1.weight",), Role.WEIGHT).name
@@ -33,7 +33,7 @@ from paredown.errors import PlanError
 from paredown.roles import FORMATTED, Role
 from paredown.serial import brief
 
-NamesAndRole = tuple[tuple[str, ...], Role]  # of a slot: the names of all its savers, and its role
+NamesAndRole = tuple[tuple[str, ...], Role]  # the names that operations gave to a saved tensor (slot), and its role
 WILDCARDS = "*?["
 ROLE_NAMES = ", ".join(role.value for role in FORMATTED)
 MATCHED_BY_NAME = (Role.WEIGHT, Role.FROZEN, Role.ACTIVATION)  # roles that a name without a role matches
@@ -43,7 +43,7 @@ KEY_FORMS = (
 
 
 class SelectorRank(IntEnum):
-    """The precedence of a key that matches a slot; the key of the highest rank decides."""
+    """How specifically the key of a plan's rule matches a tensor; of all rules that match, the highest rank decides."""
 
     NONE = 0
     ROLE = 1
@@ -53,14 +53,14 @@ class SelectorRank(IntEnum):
 
 @dataclass(frozen=True)
 class Selector:
-    """The condition of a rule: it matches all slots of a role, the slots that a pattern of names matches, or one slot."""
+    """The condition of a plan's rule: it matches all tensors of a role, of a name pattern, or one tensor by name."""
 
     role: Role | None
     name: str | None  # None: the role as a whole
 
     @staticmethod
     def parse(text: str) -> Selector:
-        """Return the selector of a key; raise PlanError if `text` is not a key."""
+        """Return the selector for a rule's key such as "weight=layer3.*"; raise PlanError for an invalid key."""
         if not isinstance(text, str) or not text or text != text.strip():
             raise PlanError(f"key {brief(text)} is not valid: a key is {KEY_FORMS}, without spaces around it.")
         text = text.value if isinstance(text, Role) else text
@@ -79,18 +79,18 @@ class Selector:
 
     @property
     def is_pattern(self) -> bool:
-        """Whether the name has wildcards."""
+        """Return whether the selector's name has wildcards."""
         return self.name is not None and any(letter in WILDCARDS for letter in self.name)
 
     @property
     def place(self) -> tuple[int, int]:
-        """The position of the rule in printed plans: rules for roles first, then patterns, then names."""
+        """Return the sort key of the rule in printed plans: rules for roles first, then patterns, then names."""
         if self.role is not None and self.name is None:
             return SelectorRank.ROLE, FORMATTED.index(self.role)
         return (SelectorRank.PATTERN if self.is_pattern else SelectorRank.NAME), 0
 
     def rank(self, names: Sequence[str], role: Role) -> SelectorRank:
-        """Return the precedence of the rule for the slot with these names; NONE if the rule does not match."""
+        """Return how specifically this selector matches a tensor with these names and role; NONE if it does not."""
         if self.role not in (None, role) and (self.role, role) != (Role.WEIGHT, Role.FROZEN):
             return SelectorRank.NONE
         if self.name is None:
@@ -102,7 +102,7 @@ class Selector:
         return SelectorRank.NONE
 
     def say(self) -> str:
-        """Return the selector in words, such as "weight slots like 'layer3.*'"."""
+        """Return the selector in words for messages, such as "weight slots like 'layer3.*'"."""
         if self.name is None:
             return str(self)
         role = f"{self.role.value} " if self.role else ""
@@ -110,7 +110,7 @@ class Selector:
 
 
 class SelectorIndex:
-    """The keys of a plan's rules, indexed by name, since a plan may name a thousand slots one by one."""
+    """Finds quickly which of a plan's rules decides for a tensor; `keys` are the selectors of the rules."""
 
     def __init__(self, keys: Iterable[Selector]) -> None:
         self.keys = tuple(keys)
@@ -121,7 +121,7 @@ class SelectorIndex:
         self._best_places: dict[tuple[tuple[str, ...], Role], int | None] = {}
 
     def best(self, names: tuple[str, ...], role: Role) -> int | None:
-        """Return the position in `keys` of the rule that decides for a slot with these names; None if none matches."""
+        """Return the index in `keys` of the rule that decides for a tensor; None if no rule matches it."""
         if (names, role) not in self._best_places:
             self._best_places[names, role] = self._best(names, role)
         return self._best_places[names, role]
@@ -136,7 +136,7 @@ class SelectorIndex:
         return index_of, (self.keys,)  # without its cache
 
     def unmatched(self, slots: Sequence[NamesAndRole]) -> list[Selector]:
-        """Return the keys with a name or pattern that match none of the slots."""
+        """Return the selectors with a name or pattern that match none of the tensors `slots`: (names, role)."""
         by_name: dict[str, list[NamesAndRole]] = {}
         for slot in slots:
             for name in slot[0]:
@@ -148,12 +148,12 @@ class SelectorIndex:
 
 @lru_cache(maxsize=64)
 def index_of(keys: tuple[Selector, ...]) -> SelectorIndex:
-    """Return the index of these keys, which all plans with the same keys share."""
+    """Return the `SelectorIndex` of `keys`; it is cached, since many plans have the same selectors."""
     return SelectorIndex(keys)
 
 
 def slot_key(name: str, role: Role) -> str:
-    """Return the key that matches one slot only, whatever characters its name has.
+    """Return the key of a rule that matches only the tensor with this name and role, whatever characters the name has.
 
     >>> slot_key("fc:input", Role.ACTIVATION), slot_key("fc.weight", Role.MOMENT1), slot_key("weight", Role.WEIGHT)
     ('fc:input', 'moment1=fc.weight', 'weight=weight')
@@ -164,7 +164,7 @@ def slot_key(name: str, role: Role) -> str:
 
 
 def first_match(texts: Iterable[str], names: Iterable[str]) -> str | None:
-    """Return the first of `texts`, names and patterns of slots, that matches one of `names`; None if none does.
+    """Return the first of `texts` (names or patterns) that matches one of `names`; None if none does.
 
     >>> first_match(("head:input", "layers.*"), ("layers.0.mlp:input",))
     'layers.*'
@@ -173,12 +173,12 @@ def first_match(texts: Iterable[str], names: Iterable[str]) -> str | None:
 
 
 def bare_names(names: Iterable[str], role: Role) -> tuple[str, ...]:
-    """Return the names of a slot without the role prefix of a key: gradient=fc.weight becomes fc.weight."""
+    """Return names of tensors without a role's prefix: gradient=fc.weight becomes fc.weight for the role gradient."""
     return tuple(name.removeprefix(f"{role.value}=") for name in names)
 
 
 def closest_role(text: str) -> str | None:
-    """Return the role whose name is similar to `text`; None if there is none."""
+    """Return the name of the role that is similar to a misspelled `text`; None if no role is similar."""
     return next(iter(get_close_matches(text.lower(), [role.value for role in FORMATTED], 1, 0.75)), None)
 
 
@@ -188,7 +188,7 @@ def closest(text: str, names: Iterable[str]) -> str:
 
 
 def say_closest(key: Selector, slots: Iterable[NamesAndRole]) -> str:
-    """Return a sentence with the slot names that are most similar to the key."""
+    """Return a sentence for an error message with the tensor names that are most similar to a rule's key."""
     names = {name: None for names, role in slots if key.role in (None, role) for name in names}  # in order, each once
     role_word = f"{key.role.value} " if key.role else ""
     if not names:
@@ -225,7 +225,7 @@ OFFLOADED_SLOTS = "offload is a list of slots by name or pattern, such as ['laye
 
 
 def checked_names(names: Any, what: str) -> tuple[str, ...]:
-    """Return names and patterns as a tuple; raise PlanError for other types, with `what` they are."""
+    """Return `names` (of tensors or modules, or patterns) as a tuple; raise PlanError for other types."""
     texts: tuple[Any, ...] = tuple(names) if isinstance(names, tuple | list) else (names,)
     if isinstance(names, str) or not all(isinstance(text, str) and text for text in texts):
         raise PlanError(f"{what}, not {brief(names)}.")
@@ -233,7 +233,7 @@ def checked_names(names: Any, what: str) -> tuple[str, ...]:
 
 
 def checked_tiles(rules: Any) -> tuple[tuple[str, int], ...]:
-    """Return rules for tiles as a tuple of (path or pattern, number of tokens); raise PlanError for other values."""
+    """Return rules (path or pattern of modules, tokens of a piece) as tuples; raise PlanError for other values."""
     given: list[Any] = list(rules) if isinstance(rules, list | tuple) else [rules]
     for rule in given:
         is_pair = isinstance(rule, list | tuple) and len(rule) == 2 and isinstance(rule[0], str) and rule[0] and ":" not in rule[0]

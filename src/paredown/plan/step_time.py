@@ -1,4 +1,4 @@
-"""`predict_step`: predicted seconds of a training step under a plan, from its trace and the calibration of a device.
+"""`predict_step` predicts the seconds of a training step under a plan, from its trace and the calibration of a device.
 
 The host issues operations while the device works through those issued before: a step takes as long as the slower of the two, and a
 little longer where both are near, since each of them is the limit of a part of the step.
@@ -14,8 +14,8 @@ as timed in a loop, plus 8 us for a view and 13 us for a module call in forward,
 17 % below to 11 % above the measured time; with one cost for views of both, and none for gradients, 24 % below to 14 % above (docs/log.md,
 2026-11-17). A session that packs some tensor watches all modules and all saved tensors.
 
-A step whose host is the limit becomes slower with every packed tensor, whatever its size; one whose device is the limit by the bytes that
-are packed, and by the operations that run twice. On the CPU the host is the device, and a step takes the sum.
+A step that the host limits becomes slower with every packed tensor, whatever its size; a step that the device limits becomes slower with
+the bytes that are packed, and with the operations that run twice. On the CPU the host is the device, and a step takes the sum.
 
 With this exponent, 21 steps whose kernels and host were timed apart on one H200 (benchmarks/results/session.json, time.json) are predicted
 0.7 % too short in the mean, 4.2 % with the larger of both. Left out: data loading and synchronization. A compiled step is not predicted:
@@ -49,8 +49,8 @@ FORWARD = ("forward", "loss")  # phases of operations in forward
 class StepTime:
     """The predicted seconds of one step: on the device, on the host, and in total.
 
-    The total is the larger of device and host or a little more, on a CPU their sum. `num_untimed`: operations whose time follows from rates
-    of the device, since they were not timed themselves.
+    The total is the larger of device and host seconds or a little more, on a CPU their sum. `num_untimed` is the number of operations that
+    were not timed themselves, whose seconds follow from rates of the device.
 
     >>> StepTime(0.0543, 0.031), StepTime(0.020, 0.031)
     (54.6 ms (limited by the device; host 31.0 ms), 31.4 ms (limited by the host; device 20.0 ms))
@@ -63,7 +63,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The predicted seconds of the whole step."""
+        """Return the predicted seconds of the whole step."""
         if self.is_cpu:
             return self.device_seconds + self.host_seconds
         longer, shorter = max(self.device_seconds, self.host_seconds), min(self.device_seconds, self.host_seconds)
@@ -71,7 +71,7 @@ class StepTime:
 
     @property
     def limit(self) -> str:
-        """The slower side, which limits the step: "device" or "host"."""
+        """Return which side takes longer and so limits the step: "device" or "host"."""
         return "host" if not self.is_cpu and self.host_seconds > self.device_seconds else "device"
 
     def __add__(self, other: StepTime) -> StepTime:
@@ -89,7 +89,7 @@ NO_TIME = StepTime(0.0, 0.0)
 
 
 def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibration) -> StepTime:
-    """Return the predicted time of the traced step under `plan`, or of the baseline; raise CalibrationError if it cannot be predicted."""
+    """Return the predicted time of one training step under `plan`; raise CalibrationError if it cannot be predicted."""
     plan = plan or BASELINE
     step = step_under(trace, plan)
     if trace.is_compiled:
@@ -109,7 +109,10 @@ def predict_step(trace: Trace, plan: Plan | None = None, *, calibration: Calibra
 
 
 def added_time(step: Trace, plan: Plan, calibration: Calibration) -> StepTime:
-    """Return the time that packing, activation checkpointing, tiles and copies to host memory add to a step, without its optimizer."""
+    """Return the time that packing, checkpointing, pieces (tiles) and copies to host memory under `plan` add to a step.
+
+    The optimizer's time is not included.
+    """
     checkpointed = planned_step(step, plan)
     again = _checkpointing(step, plan, calibration) + _tiling(step, plan, calibration)
     waits = StepTime(offload_wait(checkpointed, plan, calibration), 0.0)
@@ -126,7 +129,7 @@ def _operations(operations: Iterable[Operation], calibration: Calibration) -> St
 
 @cached_on_trace
 def called_modules(trace: Trace) -> list[str]:
-    """Return the paths of modules in whose forward operations run, and of the modules around these."""
+    """Return the paths of the modules that run operations in forward, and of the modules that contain them."""
     return with_parents(one.module for one in trace.operations if one.phase == "forward")
 
 
@@ -146,7 +149,7 @@ def _packing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
 
 
 def num_watched(trace: Trace, plan: Plan) -> int:
-    """Return the number of module calls and saved tensors that a packing session processes in one step."""
+    """Return how many module calls and saved tensors the hooks of a session see in one step; each costs host time."""
     layers = _checkpointed_layers(trace, plan)
     modules = sum(not any(is_of(path, layer) for layer in layers) for path in called_modules(trace))
     return modules + sum(len(slot.names) for slot in trace.activations)
@@ -172,9 +175,9 @@ def _checkpointing(trace: Trace, plan: Plan, calibration: Calibration) -> StepTi
 
 
 def _tiling(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
-    """Return what pieces add: the second pass of modules in tiles, and the host's time for the operations of all pieces but one.
+    """Return the time that running modules over pieces of the sequence adds: a second forward pass, and more calls.
 
-    The second pass of a module that is last in a checkpointed layer is that of the layer.
+    If a module is last in a checkpointed layer, its second pass is part of the layer's second pass, and is not added.
     """
     total, layers = NO_TIME, _checkpointed_layers(trace, plan)
     for module, length in tiled_modules(trace, plan.tiles) if plan.tiles else ():
@@ -191,9 +194,10 @@ def _tiling(trace: Trace, plan: Plan, calibration: Calibration) -> StepTime:
 
 
 def offload_wait(trace: Trace, plan: Plan, calibration: Calibration) -> float:
-    """Return the seconds for which the step waits for copies to host memory and back; `trace` is that of `planned_step`.
+    """Return the seconds for which a step waits for copies to host memory and back.
 
-    The packed values of a layer travel while the next layer computes: what its operations take longer hides the copy.
+    `trace` must be from `planned_step`. The packed values of a layer are copied while the next layer computes, so that the step waits only
+    if the copy takes longer than that layer.
     """
     layers, storages = saving_layers(trace, plan), slot_storages(trace, plan) if plan.offload else {}
     if not layers:
@@ -228,7 +232,7 @@ def num_saved(trace: Trace, layers: Sequence[str]) -> int:
 
 
 def product_of(slot: Slot) -> Operation:
-    """Return the matrix product or convolution by which backward recomputes a slot of a compiled step."""
+    """Return the matrix product or convolution that runs again if backward of a compiled step recomputes `slot`."""
     how = slot.recomputation
     assert how is not None
     return Operation(how.op, slot.module, "backward", slot.dtype, how.flops, how.nbytes)

@@ -1,4 +1,4 @@
-"""How a slot is stored: `Assignment`, what a plan requests for it, and `resolve_format`, the format in which it is stored.
+"""`Assignment` is what a plan requests for a tensor (slot); `resolve_format` decides the format in which the tensor is really stored.
 
 This module alone decides the format of a saved tensor's values. Prediction (plan/byte_intervals.py, and through it footprints,
 `explain_slots` and `assign`), execution (session/eager/activations.py) and probes (check/probe_passes.py) all call `resolve_format`, and
@@ -9,7 +9,7 @@ call `resolve_format` as well (session/compiled/graph_packing.py). Some decision
 (session/value_bounds.py): operands of attention, inputs of norms and of sin and cos are stored unmodified where values are too large for
 the format.
 
-Three limits apply beyond what the plan requests:
+Three limits apply in addition to the plan's request:
 
     pin             backward needs more significant bits than the format has (`Pin`)
     is_centered     backward subtracts a mean from the values, as norms do, or the values from 1, as tanh does. A format whose step grows
@@ -69,11 +69,11 @@ BLOCK = 64
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a plan requests for a slot: format (None: unmodified), rounding and overflow.
+    """What a rule of a plan requests for a tensor: format (None: unmodified), rounding and overflow mode.
 
-    `rounding` None is to nearest for activations, stochastic for weights, gradients and second moments and for other elements of fewer
-    than 8 bits, and to nearest for the rest (`rounding_in`). `overflow` None is the codec's default: saturate in formats with blocks,
-    infinity or NaN in others.
+    If `rounding` is None, `rounding_in` chooses it: to nearest for activations, stochastic for weights, gradients and second moments and
+    for other tensors of fewer than 8 bits a value, else to nearest. If `overflow` is None, large values saturate in formats with blocks,
+    and become infinity or NaN in others.
     """
 
     format: Format | None = None
@@ -91,11 +91,11 @@ class Assignment:
 
     @staticmethod
     def parse(format: FormatLike, rounding: Rounding | str | None = None, overflow: Overflow | str | None = None) -> Assignment:
-        """Return the assignment for a format, rounding and overflow given as text; None stands for the default."""
+        """Return the assignment of a format, rounding and overflow mode, as text or values; None is the default."""
         return Assignment(_format(format), _choice(Rounding, rounding), _choice(Overflow, overflow))
 
     def to_json(self) -> dict[str, str | None]:
-        """Return the JSON value: text or null for each field."""
+        """Return the assignment as a JSON object: its format, rounding and overflow mode as text, or null."""
         return {
             "format": str(self.format) if self.format else None,
             "rounding": self.rounding.value if self.rounding else None,
@@ -107,15 +107,15 @@ class Assignment:
 
     @property
     def resolved_rounding(self) -> Rounding:
-        """The rounding of activations: the requested one, or else the default of the format."""
+        """Return the rounding for activations: the requested one, else to nearest."""
         return self.rounding_in(Role.ACTIVATION)
 
     def rounding_in(self, role: Role) -> Rounding:
-        """Return the rounding of slots with this role: the requested one, or else the default of format and role.
+        """Return the rounding for tensors with this role: the requested one, else the default of the role.
 
-        Sums of small changes are rounded stochastically in any format. A frozen weight is encoded once, when the plan is applied, and
-        always to nearest. So is an activation by default: the values of a step are not carried to the next one, so that errors of
-        rounding do not add up, and the gradient error is 0.7 of that of stochastic rounding (docs/log.md, 2026-11-19).
+        Sums of small changes, such as weights, are rounded stochastically in any format. A frozen weight is encoded once, when the plan is
+        applied, and always to nearest. Activations are rounded to nearest by default: the values of a step are not carried to the next one,
+        so that rounding errors do not add up, and the gradient error is 0.7 of that of stochastic rounding (docs/log.md, 2026-11-19).
         """
         if role is Role.FROZEN:
             return Rounding.NEAREST_EVEN
@@ -138,11 +138,11 @@ UNMODIFIED = Assignment()
 
 
 def significant_bits(format: Format) -> int:
-    """Return the number n such that a format divides the range below its largest magnitude into 2^n steps.
+    """Return n such that the format divides the range from 0 to its largest magnitude into 2^n steps.
 
-    int8 has 7, e4m3 4 (for the largest values), bf16 8.
+    int8 has 7 significant bits, e4m3 has 4 (for the largest values), bf16 has 8.
 
-    Unsigned integers with a minimum divide the range from the smallest value to the largest, twice as long as that of magnitudes.
+    Unsigned integers with a minimum divide the range from the smallest value to the largest, which is twice as long.
     """
     element = format.element
     if element.kind is ElementKind.FLOAT:
@@ -151,16 +151,16 @@ def significant_bits(format: Format) -> int:
 
 
 def resolves_differences(format: Format) -> bool:
-    """Return whether a format keeps values distinct that differ little compared with their mean.
+    """Return whether a format keeps values distinct whose differences are small compared with their mean.
 
-    Formats with a minimum for each block do, and formats of bf16's precision.
+    Formats with a minimum for each block do, and formats as precise as bf16.
     """
     return format.minimum is not None or significant_bits(format) >= PRECISE_BITS
 
 
 @lru_cache(maxsize=256)
 def with_minimum(format: Format) -> Format:
-    """Return the format of the same width that has unsigned integers and a minimum for each block.
+    """Return the format of the same width that has unsigned integers and a minimum (offset) for each block.
 
     >>> str(with_minimum(Format.parse("e2m1fn/32@e8m0")))
     'uint4/64@bf16+bf16'
@@ -169,18 +169,21 @@ def with_minimum(format: Format) -> Format:
 
 
 def is_same_level(format: Format | None, other: Format | None) -> bool:
-    """Return whether `other` is `format`, or its variant with a minimum for each block."""
+    """Return whether `other` equals `format`, or is its variant with an offset (minimum) for each block."""
     return format == other or (format is not None and other is not None and other in (format, with_minimum(format)))
 
 
 def keeps_enough(format: Format, needs: Needs) -> bool:
-    """Return whether `format` is precise enough for what backward needs of a saved tensor."""
+    """Return whether `format` is precise enough for what backward needs of a saved tensor, as `needs` says."""
     is_fine = needs.pin is None or significant_bits(format) >= needs.pin.significant_bits
     return is_fine and (not needs.is_centered or resolves_differences(format))
 
 
 def resolve_format(assignment: Assignment, needs: Needs, *, dtype: str, numel: int) -> tuple[Format | None, str]:
-    """Return the format in which values are stored (None: unmodified), and why it differs from the requested one ("" if it does not)."""
+    """Return the format in which a tensor's values are really stored, and why it is not the requested one.
+
+    The format is None if the tensor must stay unmodified. `needs` says what backward needs of the tensor; `dtype` and `numel` are its own.
+    """
     requested = assignment.format
     if requested is None or needs.use is not Use.VALUE:
         return None, ""

@@ -1,4 +1,4 @@
-"""`tiled_trace`: the trace of a step in which modules run over pieces of the sequence, predicted from the trace without tiles.
+"""`tiled_trace` predicts the trace of a step whose modules run over pieces of the sequence, from the trace without these tiles.
 
 What a module allocates inside is replaced by what its pieces need (`TokenModule`, which `trace_step` measures): in forward, and in backward
 with sums of the gradients of its parameters. Its input is stored until its backward is done. Its output, and the gradients of input and
@@ -8,7 +8,7 @@ output, exist as a whole while pieces run.
     tiles       piece   |####|                  |######|            output   |###############
                 input   |##############################|            gradient of the input        |#######
 
-Tiles come before activation checkpointing: of a checkpointed layer, the input of a tiled module is saved in the second forward pass, which
+Tiles are applied before activation checkpointing: in a checkpointed layer, the second forward pass saves the input of a tiled module, and
 ends there if nothing after it is saved.
 """
 
@@ -36,9 +36,9 @@ SHORT = "{} runs whole, and so do {} other modules in tiles, where sequences hav
 
 
 def tiled_modules(trace: Trace, rules: Tiles) -> list[tuple[TokenModule, int]]:
-    """Return the modules that run in tiles under `rules`, each with the number of tokens of a piece.
+    """Return (module, tokens of a piece) for each module that runs over pieces of the sequence under `rules`.
 
-    Raise PlanError for a rule without such a module.
+    A rule is (path or pattern of modules, tokens). Raise PlanError for a rule that no module can follow.
     """
     if trace.is_compiled:
         raise PlanError(IN_GRAPHS)
@@ -58,7 +58,7 @@ def tiled_modules(trace: Trace, rules: Tiles) -> list[tuple[TokenModule, int]]:
 
 
 def tiled_trace(trace: Trace, rules: Tiles) -> Trace:
-    """Return the trace of the same step with the modules that `rules` name in tiles.
+    """Return the trace of the same step if the modules that `rules` name run over pieces of the sequence (tiles).
 
     The last result is cached on the trace.
     """
@@ -75,7 +75,7 @@ def tiled_trace(trace: Trace, rules: Tiles) -> Trace:
 
 
 def piece_bytes(pairs: Iterable[tuple[int, int]], length: int) -> int:
-    """Return the bytes of a piece of `length` tokens, the largest of the linear functions `pairs` (fixed bytes, bytes per token).
+    """Return the most bytes that a piece of `length` tokens takes: the largest fixed + by_token * length of `pairs`.
 
     >>> piece_bytes(((100, 2), (10, 4)), 20), piece_bytes(((100, 2), (10, 4)), 100)
     (140, 410)
@@ -84,7 +84,7 @@ def piece_bytes(pairs: Iterable[tuple[int, int]], length: int) -> int:
 
 
 class _TiledStep:
-    """The conversion of a trace to one in which the modules `tiled` run in pieces of the given numbers of tokens."""
+    """Converts the trace of a step to that in which the modules `tiled` run over pieces of the sequence (tiles)."""
 
     def __init__(self, trace: Trace, tiled: list[tuple[TokenModule, int]]) -> None:
         self._before, self._tiled = trace, sorted(tiled, key=lambda pair: -pair[0].forward[0])  # as backward runs them
@@ -93,7 +93,6 @@ class _TiledStep:
         self._backward = sorted((module.backward, place) for place, (module, _) in enumerate(self._tiled))
 
     def trace(self) -> Trace:
-        """Return the trace of the step with tiles."""
         slots, outputs = list[Slot](), list[Output]()
         for row in (*self._before.outputs, *self._before.slots):
             kept: Slot | Output | None = row
@@ -110,7 +109,7 @@ class _TiledStep:
         return replace(self._before, slots=tuple(self._with_weights(slots)), outputs=tuple(outputs))
 
     def _near(self, row: Slot | Output) -> list[int]:
-        """Return the indices of the tiled modules that may change a row of the trace, in the order of backward."""
+        """Return the indices of modules run over pieces that may change a tensor or allocation, as backward runs."""
         found = {self._at(self._forward, row.birth), self._at(self._backward, row.birth), self._at(self._backward, row.birth - 1)}
         found |= {self._at(self._backward, row.used)} if isinstance(row, Output) else {self._around(row.module)}
         found |= {self._around(saver.name) for saver in row.savers} if isinstance(row, Slot) else set()
@@ -118,18 +117,18 @@ class _TiledStep:
 
     @staticmethod
     def _at(spans: list[tuple[tuple[int, int], int]], tick: int) -> int:
-        """Return the index of the module in whose span a tick lies; -1 if there is none. `spans`: ((first tick, last tick), index)."""
+        """Return the index of the module that runs at `tick`, or -1; `spans` has ((first tick, last tick), index)."""
         before = bisect_right(spans, tick, key=lambda pair: pair[0][0]) - 1
         return spans[before][1] if before >= 0 and tick <= spans[before][0][1] else -1
 
     def _around(self, name: str) -> int:
-        """Return the index of the tiled module that contains a module or slot, by its name; -1 if there is none."""
+        """Return the index of the module run over pieces that contains the module or saved tensor `name`, or -1."""
         parts = CALL.sub("", name.partition(":")[0]).split(".")
         paths = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
         return next((self._places[path] for path in paths if path in self._places), -1)
 
     def _unsaved_inputs(self, slots: list[Slot], outputs: list[Output]) -> list[Slot]:
-        """Return slots for inputs of tiled modules that no operation saves without tiles, and name them in `outputs`."""
+        """Return new slots (tensors): inputs saved only since modules run over pieces; name them in `outputs`."""
         number = max((slot.storage for slot in slots), default=-1)
         missing = set(self._places) - {saver.name.partition(":")[0] for slot in slots for saver in slot.savers if saver.op == TILES}
         found: list[Slot] = []
@@ -142,9 +141,9 @@ class _TiledStep:
         return found
 
     def _with_weights(self, slots: list[Slot]) -> Iterator[Slot]:
-        """Yield `slots`, with weights of tiled modules decoded one at a time in backward.
+        """Yield `slots`, where packed weights of modules in tiles are decoded one at a time in backward.
 
-        The largest weight counts as long as pieces run.
+        So only the largest weight of a module has a decoded copy while pieces run.
         """
         places = {slot.name: self._around(slot.module) for slot in slots if slot.role is Role.WEIGHT}
         weights = sorted((slot for slot in slots if slot.role is Role.WEIGHT), key=lambda slot: slot.nbytes)
@@ -159,7 +158,7 @@ class _TiledStep:
 
 
 def _pieces(module: TokenModule, length: int) -> Iterator[Output]:
-    """Yield the allocations of a module's pieces, one for forward and one for backward."""
+    """Yield the two allocations that stand for all pieces of `length` tokens: one in forward, one in backward."""
     for (first, last), phase, pairs in (
         (module.forward, "forward", module.in_forward),
         (_second_pass(module), "backward", module.in_backward),
@@ -169,16 +168,16 @@ def _pieces(module: TokenModule, length: int) -> Iterator[Output]:
 
 
 def _second_pass(module: TokenModule) -> tuple[int, int]:
-    """Return the ticks of backward at which pieces run.
+    """Return the first and last operation (tick) of backward while the pieces of `module` run.
 
-    The first tick is left out, since the layer around the module may run again in it.
+    The first one of the module's backward is left out, since the layer around the module may run again in it.
     """
     first, last = module.backward
     return min(first + 1, last), last
 
 
 def _output(output: Output, module: TokenModule) -> Output | None:
-    """Return an allocation as it is with tiles; None if the module allocates it inside."""
+    """Return the allocation `output` as it is if `module` runs over pieces of the sequence; None if it is inside."""
     (start, end), (first, last) = module.forward, module.backward
     if output.phase == "forward" and start <= output.birth <= end:
         return replace(output, birth=start) if output.death > end else None  # the module's output
@@ -191,10 +190,9 @@ def _output(output: Output, module: TokenModule) -> Output | None:
 
 
 def _slot(slot: Slot, module: TokenModule, length: int) -> Slot | Output | None:
-    """Return a slot as it is with tiles.
+    """Return the tensor `slot` as it is stored if `module` runs over pieces of the sequence (tiles).
 
-    Return an allocation if nothing saves the tensor with tiles, and None for a tensor inside of the module. `length`: the last tick of the
-    step.
+    It becomes an allocation if no operation saves it any more, and None if it is inside of the module. `length` is the step's last tick.
     """
     start, end = module.forward
     if slot.role is Role.GRADIENT and module.backward[0] <= slot.birth <= module.backward[1]:
@@ -212,7 +210,7 @@ def _slot(slot: Slot, module: TokenModule, length: int) -> Slot | Output | None:
 
 
 def _made_inside(slot: Slot, module: TokenModule) -> Slot | Output | None:
-    """Return the module's output as it is with tiles; None for other tensors that the module creates."""
+    """Return the tensor `slot`, created in `module`, as it is if pieces run; None unless it is the module's output."""
     start, end = module.forward
     savers = tuple(saver for saver in slot.savers if not is_of(saver.name, module.path))
     if savers:
@@ -224,7 +222,7 @@ def _made_inside(slot: Slot, module: TokenModule) -> Slot | Output | None:
 
 
 def _saved_input(slot: Slot, module: TokenModule) -> Slot:
-    """Return the slot of a tensor that the module saves but does not create: its input, which is stored unmodified."""
+    """Return the saved tensor (slot) of an input, stored unmodified until `module` has run backward over its pieces."""
     others = tuple(saver for saver in slot.savers if not is_of(saver.name, module.path))
     parts = tuple(part for part in slot.parts if any(saver.use is part.use for saver in others))
     saver, part = _saver(module), _part(module)
@@ -236,7 +234,7 @@ def _saved_input(slot: Slot, module: TokenModule) -> Slot:
 
 
 def _input_of(output: Output, module: TokenModule, storage: int) -> Slot:
-    """Return the slot of the module's input, which no operation saves without tiles; `storage` is its storage number."""
+    """Return a saved tensor (slot) for `output`, an input of `module` that is saved only since it runs over pieces."""
     of_output = output.shape, output.dtype, output.nbytes, output.birth, max(output.death, module.backward[1])
     saver, dropped = _saver(module), max(output.death, module.forward[1])
     rest = prod(output.shape), storage, dropped, (saver,), (_part(module),)
@@ -252,7 +250,7 @@ def _part(module: TokenModule) -> Part:
 
 
 def say_tiles(rules: Tiles) -> list[str]:
-    """Return a text for each length of tiles, with the modules that have it.
+    """Return one text for each length of pieces (tiles), with the modules that run over pieces of that length.
 
     >>> say_tiles((("layers.*", 64), ("head", 64)))
     ['in tiles of 64 tokens: layers.*, head']

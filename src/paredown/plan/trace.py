@@ -2,13 +2,13 @@
 
     Slot      a tensor with a role (weight, gradient, moment, activation, ...), its bytes and its lifetime
     Saver     an operation that saved an activation for backward, and what its backward needs of it
-    Part      when a slot is packed, decoded and released, if a plan packs it for one use
+    Part      the times at which a slot is packed, decoded and released, if a plan packs it for one use in backward
     Recomputation  how backward of a compiled step could recompute a slot instead
     Output    memory that an operation allocated, whether or not a slot came of it
     Operation an operation that ran, with its floating point operations and the bytes that it reads and writes
     TokenModule a module that was called once, and the memory of a piece of the sequence if it can run over pieces
 
-Times are ticks: every operation of the step is one (predict/timeline.py). A lifetime includes both of its ends.
+A time is a tick: the position of an operation in the step (predict/timeline.py). A lifetime includes both of its ends.
 
 `Trace.load` checks types and ranges of every row and rejects rows that contradict themselves or one another, which `trace_step` never
 produces: a tensor that is freed before it is allocated, a part that is released before it is packed, a part for a use that no
@@ -51,16 +51,15 @@ PHASES = ("forward", "loss", "backward", "step")
 Tick = Annotated[int, Check(lambda value: type(value) is int and -1 <= value <= MAX_TICKS + 1, "a tick of the step, or -1,")]
 StorageNumber = Annotated[int, WHOLE]  # -1: unknown; below: a tensor that autograd's graph does not hold
 Span = tuple[Tick, Tick]
-PieceBytes = tuple[
-    tuple[Annotated[int, COUNT], Annotated[int, COUNT]], ...
-]  # (bytes, bytes a token); a piece needs the largest sum
+# (fixed bytes, bytes per token); a piece needs the largest sum of these over all pairs
+PieceBytes = tuple[tuple[Annotated[int, COUNT], Annotated[int, COUNT]], ...]
 Result = TypeVar("Result")
 SIZED_BY_SHAPE = (Role.WEIGHT, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2)
 
 
 @dataclass(frozen=True)
 class Saver:
-    """An operation that saved a tensor for backward: its slot name, and what its backward needs."""
+    """An operation that saved a tensor for backward: its name for the tensor, and what its backward needs of it."""
 
     name: str
     op: str
@@ -71,32 +70,36 @@ class Saver:
 
     @property
     def needs(self) -> Needs:
-        """What the operation's backward needs of the tensor, from the table of operations."""
+        """Return what the operation's backward needs of the tensor, from the table of operations."""
         return Needs(self.use, self.pin, self.is_centered)
 
 
 @dataclass(frozen=True)
 class Part:
-    """The packed data of a slot for one use in backward, with the operations (ticks) at which it is packed, decoded and freed."""
+    """The packed data of a saved tensor for one use in backward, such as values or signs, with ticks of its lifetime.
+
+    A tick is the position of an operation in the step. The data is stored from `packed` to `released` and decoded in the spans `decoded`,
+    if a plan packs the tensor.
+    """
 
     use: Use
     packed: Tick
     released: Tick
     decoded: tuple[Span, ...] = ()
     bound: int | None = None  # of Use.INDEX: all values are below it
-    becomes_result: bool = (
-        False  # the decoded copy becomes the result of the operation that reads it, which is an `Output` of its own
-    )
-    # the packed values are in host memory, and on the GPU until the first of these ticks and from the second on (plan/planned_step.py)
+    # the operation that reads the decoded copy writes its result into it; the result has an `Output` of its own
+    becomes_result: bool = False
+    # the packed values are in host memory between these two ticks, and on the GPU before and after (plan/planned_step.py)
     away: Span | None = None
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """How backward of a compiled step could recompute a saved tensor from others, and what that costs.
+    """How backward of a compiled step could recompute a saved tensor from other tensors, and at what cost.
 
-    `sources`: the storages of the tensors that it is computed from, which are then stored unmodified. `op`, `flops`, `nbytes`: its matrix
-    product or convolution, floating point operations, and bytes read and written. `written_bytes`: of other tensors in between.
+    `sources` are the numbers of the storages that the tensor is computed from, which must then be stored unmodified. `op`, `flops` and
+    `nbytes` are the matrix product or convolution that would run, and the bytes that it reads and writes; intermediate results take
+    `written_bytes`.
     """
 
     sources: tuple[StorageNumber, ...]
@@ -110,14 +113,14 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor of a training step in one role, with its bytes, and its lifetime in operations of the step (ticks).
+    """A tensor of a training step in one role, with its bytes and its lifetime in ticks (positions of operations).
 
-    `birth` to `death` is its lifetime in the baseline. If it is packed, the original is freed after `dropped`. `stays` is the reason why
-    no plan can pack it, "" where a plan can. A view that is a small part of its storage is a slot of its own; slots of one storage have
-    the same `storage` number.
+    `birth` to `death` is its lifetime in the baseline. If the tensor is packed, the original is freed after `dropped`. `stays` is the
+    reason why no plan can pack it, "" if a plan can. A view that is a small part of its storage is a slot of its own; slots of one torch
+    storage have the same `storage` number.
 
-    A packed weight is decoded while a module that owns it runs (`running`) and when backward needs it (`parts`). The cast of a weight
-    under autocast is a TEMPORARY slot that names the weight in `recomputed_from`.
+    A packed weight is decoded while a module that owns it runs (`running`) and when backward needs it (`parts`). The cast of a weight under
+    autocast is a TEMPORARY slot that names the weight in `recomputed_from`.
     """
 
     name: str
@@ -128,45 +131,45 @@ class Slot:
     nbytes: int
     birth: Tick
     death: Tick
-    numel: int = 0  # values that are stored when it is packed: those of the storage, or of a small view
+    numel: int = 0  # how many values are stored when it is packed: those of its storage, or of a small view
     storage: StorageNumber = -1
     dropped: Tick = -1
     savers: tuple[Saver, ...] = ()
     parts: tuple[Part, ...] = ()
     stays: str = ""
     recomputed_from: str = ""  # the slot that its values can be recomputed from, as relu(batch_norm(x)) from x
-    # of a weight: when modules that own it run; of the cast of a weight in a checkpointed module: when the cast exists
+    # for a weight: when modules that own it run; for the cast of a weight in a checkpointed module: when the cast exists
     running: tuple[Span, ...] = ()
     is_frozen: bool = False  # of a weight: it requires no gradient
-    # of a tensor that a second forward pass saves: bytes of temporaries at its birth, if it is packed (plan/checkpointed_trace.py)
+    # for a tensor that a second forward pass saves: bytes of temporaries at its birth, if it is packed (plan/checkpointed_trace.py)
     beside_packed: int = 0
-    # of an activation that needs a gradient: its names as the input of the modules that get it, if those were checkpointed
+    # for an activation that needs a gradient: the names that it has as the input of modules, if those are checkpointed
     inputs: tuple[str, ...] = ()
     recomputation: Recomputation | None = None  # of an activation of a compiled step that backward could recompute
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names under which operations saved the tensor; its own name if none did."""
+        """Return the names under which operations saved the tensor, or its own name if no operation did."""
         return tuple(saver.name for saver in self.savers) or (self.name,)
 
     @property
     def pin(self) -> Pin | None:
-        """The strictest lower bound on the precision in which the tensor may be stored; None if it has none."""
+        """Return the strictest lower bound on the precision in which the tensor may be stored, or None."""
         pins = [saver.pin for saver in self.savers if saver.pin is not None]
         return max(pins, key=lambda pin: pin.significant_bits, default=None)
 
     @property
     def uses(self) -> frozenset[Use]:
-        """All that backward needs of the tensor, such as values or signs."""
+        """Return everything that backward needs of the tensor, such as values or signs."""
         return frozenset(part.use for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Output:
-    """Memory that an operation of the step allocated, with its lifetime in operations of the step (ticks).
+    """The memory that an operation of the step allocated, with its lifetime in ticks (positions of operations).
 
-    `slot`: the slot that the memory belongs to, "" for a temporary. `used`: the tick of the last operation that read it, -1 if unknown;
-    a variable of the program may hold it longer.
+    `slot` names the saved tensor or gradient that the memory belongs to, "" for a temporary. `used` is the tick of the last operation that
+    read it, -1 if unknown; a variable of the program may hold the memory longer.
     """
 
     op: str
@@ -179,15 +182,15 @@ class Output:
     death: Tick
     slot: str = ""
     used: Tick = -1
-    inputs: tuple[str, ...] = ()  # as those of a `Slot`
+    inputs: tuple[str, ...] = ()  # the same as in `Slot`
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A kind of call that runs `count` times in a module and a phase, with its flops and bytes moved.
+    """A kind of call that runs `count` times in a module and a phase, with the flops and the bytes moved of one call.
 
-    `arguments`: JSON of tensors and numbers that a call can be repeated with (predict/timeline.py), "" where it cannot. Operations that
-    only make views run no kernel: those of a module and a phase are one row, whose `op` is VIEW. Allocations are left out.
+    `arguments` is a JSON text from which the call can be repeated (predict/timeline.py), "" if it cannot. Operations that only make views
+    run no kernel; all views of a module and a phase are one row, whose `op` is VIEW. Allocations are left out.
     """
 
     op: str
@@ -202,10 +205,11 @@ class Operation:
 
 @dataclass(frozen=True)
 class TokenModule:
-    """A module that a step called once, with gradients, and what it allocates if it runs over pieces of the sequence (session/tiles.py).
+    """A module that a step calls once, and the memory that it takes if it runs over pieces of the sequence.
 
-    `whole`: why it cannot, "" if it can. `tokens`: the length of the sequence. `forward`, `backward`: ticks of forward and backward.
-    `in_forward`, `in_backward`: bytes beside its input, output and their gradients while pieces run; in backward with sums over pieces.
+    `whole` is the reason why it cannot run in pieces, "" if it can. `tokens` is the length of the sequence; `forward` and `backward` are
+    its first and last operation (tick) there. `in_forward` and `in_backward` give the bytes inside while pieces run, without its input,
+    output and their gradients.
     """
 
     path: str
@@ -222,15 +226,15 @@ class TokenModule:
 class Trace:
     """All tensors that one training step stores and allocates, with their lifetimes, and all operations of the step.
 
-    `dtype` is what the step computes in: that of autocast, or of most parameters. `notes` lists what was assumed or left out.
+    `dtype` is the dtype in which the step computes: that of autocast, or of most parameters. `notes` lists what was assumed or left out.
     `operations` are all operations of forward, loss and backward, from which step time is predicted; a compiled step has none, and no
     `token_modules`.
 
-    The partitioner of torch.compile saves other tensors if a session packs them: the trace of a compiled step is that of a step with packed
-    activations. It has the step with unmodified activations in `without_packing`, and the step with activations in 4 bits or fewer, if it
-    differs, in `in_4_bits`. The trace of an eager step has `without_packing` where in-place operations on views hide what they save, unless
-    a session packs activations. Where sessions compute the loss in chunks, the trace is that of a session's step, and `unmodified` is the
-    baseline, which has all logits.
+    torch.compile saves other tensors if a session packs them. So the trace of a compiled step is that of a step with packed activations,
+    and `without_packing` is the step with unmodified activations, `in_4_bits` the step with activations in 4 bits or fewer, if it differs.
+    The trace of an eager step has `without_packing` if in-place operations on views hide what they save, unless a session packs
+    activations. If sessions compute the loss in chunks, the trace is that of a session's step, and `unmodified` is the baseline, which has
+    all logits.
     """
 
     model: str
@@ -253,20 +257,20 @@ class Trace:
 
     @cached_property
     def activations(self) -> tuple[Slot, ...]:
-        """The slots that autograd saves for backward."""
+        """Return the tensors (slots) that autograd saves for backward."""
         return self.of(Role.ACTIVATION)
 
     @property
     def kept_activations(self) -> tuple[Slot, ...]:
-        """The activations that exist when backward begins, without those that checkpointed layers save when they run again."""
+        """Return the activations that exist when backward begins, without those that second forward passes save."""
         return tuple(slot for slot in self.activations if slot.birth <= self.backward_at)
 
     def of(self, role: Role) -> tuple[Slot, ...]:
-        """Return the slots with this role."""
+        """Return the tensors of the step (slots) that have this role."""
         return tuple(slot for slot in self.slots if slot.role is role)
 
     def slot(self, name: str, role: Role | None = None) -> Slot:
-        """Return the slot with this name; without `role`, an activation or a weight."""
+        """Return the tensor of the step with this name and role; with `role` None, an activation or a weight."""
         roles = (Role.ACTIVATION, Role.WEIGHT) if role is None else (role,)
         matches = [slot for slot in self.slots if name in slot.names and slot.role in roles]
         if not matches:
@@ -275,7 +279,7 @@ class Trace:
 
     @cached_property
     def largest(self) -> tuple[Slot, ...]:
-        """The 10 activations of most bytes, one for each storage."""
+        """Return the 10 activations of most bytes; of several views of one storage, only one."""
         by_storage = {slot.storage: slot for slot in reversed(self.kept_activations)}
         return tuple(sorted(by_storage.values(), key=lambda slot: -slot.nbytes)[:LARGEST])
 
@@ -310,7 +314,7 @@ class Trace:
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Trace:
-        """Return the trace that `save` wrote."""
+        """Return the trace that `save` wrote to this file."""
         return load_json(path, "trace", TraceError, Trace.from_json, hint="Traces are written by trace.save(path).")
 
 
@@ -320,12 +324,12 @@ ROWS = ("slots", "outputs", "operations", "token_modules")  # fields that are wr
 
 
 def index_dtype(bound: int | None, dtype: str) -> str:
-    """Return the narrowest dtype for saved integers below `bound`; `dtype` if the bound is not known."""
+    """Return the narrowest integer dtype for indices that are below `bound`; with `bound` None, `dtype`, their own."""
     return next((name for limit, name, _ in INDEX_DTYPES if bound is not None and bound <= limit), dtype)
 
 
 def index_bytes(bound: int | None, itemsize: int) -> int:
-    """Return how many bytes a saved integer below `bound` takes; `itemsize` if the bound is not known.
+    """Return the bytes of one saved index below `bound`, in the narrowest dtype; with `bound` None, `itemsize`.
 
     >>> index_bytes(200, 8), index_bytes(50257, 8), index_bytes(None, 8)
     (1, 4, 8)
@@ -334,7 +338,7 @@ def index_bytes(bound: int | None, itemsize: int) -> int:
 
 
 def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Result]:
-    """Return `compute` with results cached on the trace that it is called with."""
+    """Return a function like `compute` that computes once for each trace and stores its result on the trace."""
     name = f"_{compute.__name__}"
 
     @wraps(compute)
@@ -347,7 +351,7 @@ def cached_on_trace(compute: Callable[[Trace], Result]) -> Callable[[Trace], Res
 
 
 def _once(slots: tuple[Slot, ...]) -> list[Slot]:
-    """Return one slot for each storage, and all slots without a storage."""
+    """Return `slots` with only one of those that share a torch storage, so that shared bytes count once."""
     seen: set[int] = set()
     return [slot for slot in slots if slot.storage == -1 or not (slot.storage in seen or seen.add(slot.storage))]
 
@@ -356,7 +360,7 @@ def _once(slots: tuple[Slot, ...]) -> list[Slot]:
 
 
 def check_trace(trace: Trace) -> None:
-    """Raise TraceError if times, sizes or slots of a trace contradict each other."""
+    """Raise TraceError if times, sizes or tensors of a trace, such as one read from a file, contradict each other."""
     if trace.device not in DEVICES:
         raise TraceError(f"device of a trace is {' or '.join(DEVICES)}, not {brief(trace.device)}.")
     if trace.length > MAX_TICKS:
@@ -371,7 +375,10 @@ def check_trace(trace: Trace) -> None:
 
 
 def check_token_modules(modules: tuple[TokenModule, ...], backward_at: int, length: int) -> None:
-    """Raise TraceError if a module's ticks are not those of a forward pass and its backward, or if its pieces are too large."""
+    """Raise TraceError if a module's ticks do not go from forward to backward, or its pieces are too large.
+
+    `backward_at` is the tick at which backward begins, `length` the last tick of the step.
+    """
     for module in modules:
         (start, end), (first, last) = module.forward, module.backward
         if not module.whole and not (0 <= start <= end <= backward_at <= first <= last <= length):
@@ -382,7 +389,7 @@ def check_token_modules(modules: tuple[TokenModule, ...], backward_at: int, leng
 
 
 def check_row(row: Slot | Output | Part, length: int) -> None:
-    """Raise TraceError if a time of `row` is after the end of the step, or a lifetime ends before it begins."""
+    """Raise TraceError if an entry of a trace has a tick after `length`, or a lifetime that ends before it begins."""
     kind = type(row).__name__.lower()
     where = f"{kind} {brief(row.name)}" if isinstance(row, Slot) else kind
     for first, begin, last, end in _lifetimes(row):
@@ -396,7 +403,7 @@ def check_row(row: Slot | Output | Part, length: int) -> None:
 
 
 def _lifetimes(row: Slot | Output | Part) -> Iterator[tuple[str, int, str, int]]:
-    """Yield the lifetimes in a slot, output or part, each as (word for begin, begin, word for end, end), for error messages."""
+    """Yield each lifetime in an entry of a trace as (word, begin, word, end); the words are for error messages."""
     if isinstance(row, Slot | Output):
         yield "born at", row.birth, "dead at", row.death
     if isinstance(row, Output):
@@ -411,7 +418,7 @@ def _lifetimes(row: Slot | Output | Part) -> Iterator[tuple[str, int, str, int]]
 
 
 def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int) -> None:
-    """Raise TraceError if a slot or output is impossible, or if two contradict each other."""
+    """Raise TraceError if a tensor or allocation of a trace is impossible, or if two of them contradict each other."""
     for row in (*slots, *outputs):
         check_row(row, length)
     total = sum(row.nbytes * _copies(row) for row in (*slots, *outputs))
@@ -431,7 +438,7 @@ def check_rows(slots: tuple[Slot, ...], outputs: tuple[Output, ...], length: int
 
 
 def _copies(row: Slot | Output) -> int:
-    """Return how many copies of a tensor can exist at once at most, which may be original, packed or decoded."""
+    """Return how many copies of a tensor (original, packed or decoded) can be in memory at the same time, at most."""
     return 1 + (len(row.running) + sum(1 + len(part.decoded) for part in row.parts) if isinstance(row, Slot) else 0)
 
 
@@ -444,7 +451,7 @@ def _check_bytes(slot: Slot) -> None:
 
 
 def _check_uses(slot: Slot) -> None:
-    """Raise TraceError if an activation has packed data for a use that no operation has."""
+    """Raise TraceError if an activation has packed data for a use for which no operation saved it."""
     if slot.numel * FLOAT_BYTES.get(slot.dtype, 1) > slot.nbytes:
         raise _contradiction(slot, f"{slot.numel} values of {slot.dtype} in a storage of {slot.nbytes} bytes")
     packed, saved = ({row.use for row in rows} for rows in (slot.parts, slot.savers))
@@ -458,7 +465,7 @@ def _check_uses(slot: Slot) -> None:
 
 
 def _check_names(slots: tuple[Slot, ...]) -> None:
-    """Raise TraceError if two slots of a role, or two savers, have the same name."""
+    """Raise TraceError if two tensors (slots) of one role, or two operations that saved activations, share a name."""
     seen: set[tuple[Role, str]] = set()
     for slot in slots:
         keys = (
@@ -470,7 +477,7 @@ def _check_names(slots: tuple[Slot, ...]) -> None:
 
 
 def _check_storages(activations: Iterable[Slot]) -> None:
-    """Raise TraceError if slots that share a storage differ in bytes or birth."""
+    """Raise TraceError if two activations with the same storage number differ in bytes or birth."""
     first: dict[int, Slot] = {}
     for slot in activations:
         other = first.setdefault(slot.storage, slot)
@@ -480,7 +487,7 @@ def _check_storages(activations: Iterable[Slot]) -> None:
 
 
 def _check_owners(slots: tuple[Slot, ...]) -> None:
-    """Raise TraceError if a gradient or a cast of a weight belongs to no weight of the trace."""
+    """Raise TraceError if a gradient, or the autocast copy of a weight, names a weight that the trace does not have."""
     weights = {slot.name for slot in slots if slot.role is Role.WEIGHT}
     named = {slot.name for slot in slots if slot.role is Role.GRADIENT}
     named |= {slot.recomputed_from for slot in slots if slot.role is Role.TEMPORARY and slot.recomputed_from}

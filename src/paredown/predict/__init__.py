@@ -1,1 +1,1 @@
-"""What a step takes before anything runs: `trace_step` on fake tensors, compiled steps, and what a device costs, measured (`calibrate`)."""
+"""Predicts the memory of a training step before it runs (`trace_step`, on fake tensors), and measures a device's costs (`calibrate`)."""

@@ -1,4 +1,4 @@
-"""`GraphCapture`: the graphs of a compiled training step, on fake tensors: Dynamo and AOTAutograd trace them, nothing is compiled.
+"""`GraphCapture` captures the graphs of a compiled training step on fake tensors: Dynamo and AOTAutograd trace them, nothing is compiled.
 
 torch.compile runs with a backend that stops before Inductor's code generation. Each graph is partitioned twice, as plain torch.compile does
 and as sessions with packed activations do (`partition` in graph_packing.py), and called with fake tensors, so that autograd, the loss and
@@ -55,9 +55,9 @@ BITS = Format.parse("uint4/64@bf16+bf16").bits_per_value  # of inputs of norms i
 
 @dataclass(frozen=True)
 class Partition:
-    """A forward graph and its backward graph, split from AOTAutograd's joint graph; backward is None for a graph without gradients.
+    """A forward graph and a backward graph, split from AOTAutograd's joint graph; `backward` is None without gradients.
 
-    Outputs of forward from index `num_outputs` on are saved for backward.
+    The outputs of forward from index `num_outputs` on are the tensors saved for backward.
     """
 
     forward: fx.GraphModule
@@ -67,9 +67,10 @@ class Partition:
 
 @dataclass
 class CapturedGraph:
-    """A graph of a compiled step, split into forward and backward in three ways: unpacked, packed, and packed in 4 bits.
+    """A graph of a compiled step, split into forward and backward in three ways, by what sessions do with activations.
 
-    `joint` has facts about the nodes of the graph before it was split.
+    They are stored unmodified (`plain`), packed (`packed`) or packed in 4 bits (`in_4_bits`). `joint` has facts about the nodes before the
+    split.
     """
 
     plain: Partition
@@ -78,16 +79,16 @@ class CapturedGraph:
     joint: JointGraph
 
     def num_ticks(self, *, is_backward: bool) -> int:
-        """Return how many ticks of the step's timeline a call of the forward or backward graph takes: the number of its nodes."""
+        """Return how many ticks of the step's timeline a call of the forward or backward graph takes."""
         graphs = [part.backward if is_backward else part.forward for part in (self.plain, self.packed, self.in_4_bits)]
         return max(len(gm.graph.nodes) for gm in graphs if gm is not None)
 
 
 @dataclass
 class GraphCall:
-    """A call of a compiled graph, with the ticks of the timeline at which its forward and its backward began.
+    """One call of a compiled graph, with the ticks of the step's timeline at which its forward and backward began.
 
-    A backward that did not run has -1. `held`: the allocations of outputs that forward both returns and saves, by the names of their nodes.
+    `backward_at` is -1 if backward did not run. `held` maps nodes to the allocations of outputs that forward both returns and saves.
     """
 
     graph: CapturedGraph
@@ -98,9 +99,9 @@ class GraphCall:
 
 @dataclass(frozen=True, eq=False)
 class AllPartitions(CustomPartitionerFn):
-    """A partitioner for torch.compile that splits each graph into forward and backward in the three ways of `CapturedGraph`.
+    """A partitioner for torch.compile that splits each joint graph in all three ways of `CapturedGraph`.
 
-    It calls `on_graph` with the result, and returns the unpacked graphs to torch.
+    It calls `on_graph` with the result, and returns to torch the split in which activations are unmodified.
     """
 
     on_graph: Callable[[CapturedGraph], None]
@@ -110,7 +111,7 @@ class AllPartitions(CustomPartitionerFn):
         return "paredown trace"
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Return the unpacked forward and backward graph of a joint graph, after splitting it in all three ways."""
+        """Return forward and backward graph with unmodified activations; call `on_graph` with all three splits."""
         joint = joint_graph(gm, options)
         packed = partition(gm, joint_inputs, options)
         saved = chains_to_save(packed[1].graph, dict.fromkeys((node.name for node in packed[0].graph.nodes), BITS))
@@ -126,7 +127,7 @@ class AllPartitions(CustomPartitionerFn):
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy of a graph module with nodes of its own, of the same names. To partition again would take several times as long."""
+    """Return a copy of a graph module whose nodes have the same names."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.output_node().meta = dict(gm.graph.output_node().meta)
@@ -134,7 +135,7 @@ def _copied(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 class GraphCapture:
-    """The forward pass of a training step on fake tensors under torch.compile, and a record of all calls of its graphs."""
+    """Runs forward of a training step under torch.compile on fake tensors, and records each call of a graph."""
 
     def __init__(self, step: FakeStep) -> None:
         self.step, self.calls = step, list[GraphCall]()
@@ -143,7 +144,7 @@ class GraphCapture:
         self._forms = DeviceForms(step.device, step.fakes, in_graph=True) if step.device == "cuda" else nullcontext()
 
     def __deepcopy__(self, memo: Any) -> GraphCapture:
-        """Return the same capture, since Lightning copies the arguments of torch.compile."""
+        """Return this object itself, since Lightning copies the arguments of torch.compile, which refer to it."""
         return self
 
     def forward(self, arguments: Arguments) -> Any:
@@ -166,7 +167,7 @@ class GraphCapture:
 
     @contextmanager
     def _recorded_loss(self) -> Generator[None]:
-        """Return a context in which the operations of a loss in chunks are recorded, although they run between two graphs."""
+        """Return a context that records the operations of a loss in chunks, which run outside of graphs."""
         step = self.step
 
         @contextmanager
@@ -179,7 +180,7 @@ class GraphCapture:
 
     @contextmanager
     def _evaluated_in_forms(self) -> Generator[None]:
-        """Return a context in which Dynamo computes shapes and dtypes as on the target device."""
+        """Return a context in which Dynamo computes shapes and dtypes as on the device of the trace."""
         run_node = dynamo_utils.run_node
 
         def run_in_forms(*args: Any, **keywords: Any) -> Any:
@@ -190,7 +191,7 @@ class GraphCapture:
             yield
 
     def _backend(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Return a function that runs the graph `gm`, which Dynamo captured, on fake tensors, after tracing and partitioning it."""
+        """Return the function that Dynamo calls in place of its graph `gm`; it runs on fake tensors."""
         partitioner = AllPartitions(self._on_partition)
         patches = {"custom_partitioner_fn": partitioner, "shape_padding": self.step.device == "cuda"}
         outputs = self.step.head.in_graph(gm, inputs) if self.step.head is not None else None
@@ -202,9 +203,9 @@ class GraphCapture:
         self._partitioned = graph
 
     def _compile(self, gm: fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
-        """Return a function that runs a forward or backward graph on fake tensors, and records its calls.
+        """Return a function that runs the forward or backward graph `gm` on fake tensors, and records its calls.
 
-        The graph is one of forward, of backward, or without gradients.
+        A graph without gradients is treated as a forward graph.
         """
         number = options.get("graph_id")
         if options.get("is_backward"):
@@ -241,16 +242,16 @@ class GraphCapture:
         return run
 
     def _begin(self, graph: CapturedGraph, *, is_backward: bool) -> int:
-        """Advance the timeline of the step by one call of a graph, and return the tick at which the call begins."""
+        """Advance the step's timeline by the ticks of one graph call, and return the call's first tick."""
         timeline = self.step.timeline
         begin = timeline.current_tick + 1
         timeline.current_tick += graph.num_ticks(is_backward=is_backward)
         return begin
 
     def _register(self, outputs: Sequence[Any], gm: fx.GraphModule, begin: int, held: dict[str, Allocation]) -> None:
-        """Record the outputs of a graph's call, which began at the tick `begin`, as allocations of the timeline.
+        """Record the outputs of a call of `gm`, which began at the time (tick) `begin`, as allocations.
 
-        Saved outputs are later stored as slots. `held`: allocations by the names of the nodes that forward returns, to be filled.
+        Outputs that forward also saves for backward are entered in `held` by node; they become saved tensors of the trace later.
         """
         timeline, end = self.step.timeline, self.step.timeline.current_tick
         memory = GraphMemory(gm.graph)
@@ -270,7 +271,7 @@ class GraphCapture:
 
 
 def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Return a function that calls `run` and then empties its list of arguments, so that AOTAutograd frees them."""
+    """Return a function that calls `run` and then empties the list of arguments, as AOTAutograd asks of a backend."""
 
     def call(args: list[Any]) -> Any:
         outputs = run(args)
@@ -282,7 +283,7 @@ def _boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
-    """Return the outputs of forward, where tensors that are both saved and returned are copied, so that they have separate lifetimes."""
+    """Return the outputs of forward with copies of those saved tensors that share memory with a returned one."""
     returned = {value.untyped_storage()._cdata for value in outputs[:num_outputs] if isinstance(value, Tensor)}
     saved = [
         value.clone() if isinstance(value, Tensor) and value.untyped_storage()._cdata in returned else value
@@ -293,7 +294,7 @@ def _apart(outputs: Sequence[Any], num_outputs: int) -> list[Any]:
 
 @contextmanager
 def _padding(device: str) -> Generator[None]:
-    """Return a context in which Inductor pads large matrix products for a GPU that is not present, without timing them."""
+    """Return a context in which Inductor pads large matrix products as on a GPU, without timing what is faster."""
 
     def should_pad(match: Any, mat1: Tensor, mat2: Tensor, *args: Any, **keywords: Any) -> bool:
         sizes = [*mat1.shape[-2:], mat2.shape[-1]]

@@ -1,12 +1,12 @@
-"""`trace_compiled_step`: the trace of a compiled training step, from the graphs of torch.compile, which are traced and not compiled.
+"""`compiled_trace` returns the trace of a compiled training step, from the graphs of torch.compile, which are traced and not compiled.
 
 The slots of the trace are the tensors that forward graphs save for backward, under the names and needs that compiled sessions give them
 (graph_slots.py); a plan that packs activations decides their storage as sessions do. Working memory is that of the buffers that Inductor
-allocates (graph_memory.py). What runs outside of the graphs, such as a loss function, is recorded operation by operation; no plan packs it.
+allocates (graph_memory.py). Tensors outside of the graphs, such as those of a loss function, are recorded one by one; no plan packs them.
 
-Sessions partition graphs differently if they pack activations: then backward recomputes more. The trace has both steps: itself with packed
-activations, and `without_packing`, the step under a plan that packs none; where chains of recomputed tensors are saved in 4 bits
-(recomputed_chains.py), also `in_4_bits`.
+Sessions partition graphs differently if they pack activations: then backward recomputes more. The trace itself is the step with packed
+activations, and `without_packing` the step under a plan that packs none; where chains of recomputed tensors are saved in 4 bits
+(recomputed_chains.py), there is also `in_4_bits`.
 
 A packed tensor is decoded right before its first use in backward. Where an operation that Inductor cannot fuse reads it (a matrix product,
 a convolution, attention) the decoded tensor is written to memory until its last use; elsewhere kernels decode it as they read it.
@@ -40,18 +40,15 @@ EIGHT_BITS = Format.parse("int8/64@bf16")
 FEW = f"it has fewer than {MIN_PACKED_NUMEL} values, or no floats"
 MASK_OF_SEVERAL = "it is a comparison of several packed tensors, in exact bits"
 OUTSIDE_OF_GRAPHS = "it is saved outside of the compiled graphs"
-MASK_USES = (
-    Use.SIGN,
-    Use.INSIDE,
-    Use.MASK,
-)  # a slot has a part for each use; sessions store up to three comparisons of one tensor so
+# a slot has one packed part for each use, so that it can store up to three comparisons of its tensor
+MASK_USES = (Use.SIGN, Use.INSIDE, Use.MASK)
 
 
 @dataclass(frozen=True)
 class GraphTimes:
-    """The buffers of a forward and a backward graph, with the times at which the graphs are called in the step.
+    """One call of a forward and a backward graph: their buffers, and when in the step each is written and read.
 
-    `end`: the last time of the step. `backward` is None for a graph without gradients.
+    Times are ticks of the step; `end` is the last one. `backward` is None for a graph without gradients.
     """
 
     partition: Partition
@@ -67,35 +64,35 @@ class GraphTimes:
         return next((p for p in found if p.name == node.name), None)
 
     def born(self, buffer: Buffer) -> int:
-        """Return the time in the step at which forward writes a buffer."""
+        """Return the tick of the step at which forward writes `buffer`."""
         return self.call.forward_at + max(buffer.birth, 0)
 
     def read_in_forward(self, buffer: Buffer) -> int:
-        """Return the time in the step at which forward reads a buffer last."""
+        """Return the last tick of the step at which forward reads `buffer`."""
         return self.call.forward_at + max(buffer.death, 0)
 
     def returned(self) -> dict[Buffer, Allocation]:
-        """Return the allocations of buffers that forward both returns to its caller and saves."""
+        """Return the allocations of those buffers that forward both saves and returns to its caller."""
         nodes = {node.name: node for node in self.partition.forward.graph.nodes}
         pairs = ((self.forward.of(nodes[name]), allocation) for name, allocation in self.call.held.items() if name in nodes)
         return {buffer: allocation for buffer, allocation in pairs if buffer is not None}
 
     def held_until(self, buffer: Buffer) -> int:
-        """Return when the caller of the graph frees a buffer that forward returned; 0 if forward did not return it."""
+        """Return the time (tick) at which the caller of the graph frees `buffer`, an output; 0 for other buffers."""
         allocation = self.returned().get(buffer)
         return 0 if allocation is None else self.end if allocation.death is None else allocation.death
 
     def reads(self, node: fx.Node) -> tuple[int, int]:
-        """Return the times at which backward reads a saved node first and last.
+        """Return the first and last tick at which backward reads the saved tensor of `node`, a node of forward.
 
-        If backward does not run, both are the end of the step.
+        Both are the end of the step if backward does not run.
         """
         return self.reads_of(self.placeholder(node))
 
     def decoded(self, node: fx.Node) -> tuple[int, int]:
-        """Return the first and the last time at which backward decodes a packed tensor.
+        """Return the first and last time (tick) at which backward decodes the tensor of `node` if it is packed.
 
-        Comparisons of its values do not count, since forward computes them.
+        Comparisons with its values do not count, since forward stores their results as masks.
         """
         first, last = self.reads(node)
         placeholder = self.placeholder(node)
@@ -105,14 +102,14 @@ class GraphTimes:
         return (self.call.backward_at + times[0], self.call.backward_at + times[-1]) if times else (first, last)
 
     def reads_of(self, node: fx.Node | None) -> tuple[int, int]:
-        """Return the times at which a node of the backward graph is read first and last."""
+        """Return the first and last time (tick) at which backward reads `node`, a node of the backward graph."""
         if self.backward is None or node is None or self.call.backward_at < 0:
             return self.end, self.end
         times = self.backward.reads(node) or [0]
         return self.call.backward_at + min(times), self.call.backward_at + max(times)
 
     def is_overwritten(self, node: fx.Node) -> bool:
-        """Return whether the last kernel that reads a saved tensor writes a result of the same size over it."""
+        """Return whether the last kernel that reads a saved tensor may write its result over it."""
         placeholder = self.placeholder(node)
         source = self.backward.of(placeholder) if self.backward is not None and placeholder is not None else None
         if self.backward is None or source is None or not source.reads:
@@ -122,9 +119,9 @@ class GraphTimes:
 
 
 class StepSlots:
-    """The slots and allocations of a compiled step, with each graph split as `partition_of` returns: with packing or without.
+    """The slots (saved tensors) and allocations of a compiled step, made of the calls of its graphs.
 
-    `end`: the last time of the step.
+    `partition_of` chooses how each graph is split into forward and backward. `end` is the last tick of the step.
     """
 
     def __init__(
@@ -166,7 +163,7 @@ class StepSlots:
         self.outputs += _returned(times, set(by_buffer), self._end)
 
     def _slots(self, buffer: Buffer, nodes: list[fx.Node], times: GraphTimes) -> Iterator[tuple[fx.Node, Slot]]:
-        """Yield a slot for each saved tensor in one buffer; they are packed together or not at all."""
+        """Yield a slot for each saved tensor in one buffer; if one of them cannot be packed, none is."""
         found = [(node, self._slot(node, buffer, self._numbers[buffer], times)) for node in nodes]
         if any(slot.role is Role.ACTIVATION and slot.stays for _, slot in found):
             found = [(node, slot if slot.stays else replace(slot, stays=SHARED)) for node, slot in found]
@@ -199,7 +196,7 @@ class StepSlots:
         )
 
     def _recomputation(self, node: fx.Node, times: GraphTimes) -> Recomputation | None:
-        """Return how backward could recompute a saved node; None if it cannot."""
+        """Return how backward could recompute the saved tensor of `node`; None if it cannot."""
         tensor = self._recomputable.get(node.name)
         if tensor is None or times.call.backward_at < 0:
             return None
@@ -210,7 +207,10 @@ class StepSlots:
         return Recomputation(tuple(sorted(sources)), *cost, *times.reads(node))
 
     def _with_comparisons(self, made: dict[fx.Node, Slot], times: GraphTimes) -> list[Slot]:
-        """Return the slots `made`, with a part or a slot more for each mask that backward would compute from packed tensors."""
+        """Return the slots `made`, with a mask for each comparison that backward makes with packed tensors only.
+
+        Such a mask is stored in bits, as one more part of its tensor's slot or as a slot of its own.
+        """
         slots = dict(made)
         packable = {node.name: node for node, slot in made.items() if slot.parts and slot.parts[0].use is Use.VALUE}
         extra: list[Slot] = []
@@ -229,7 +229,6 @@ class StepSlots:
         return [*slots.values(), *extra]
 
     def _mask_slot(self, mask: fx.Node, nbytes: int, birth: int, death: int) -> Slot:
-        """Return the slot of a mask that the compiled step stores in bits under any plan."""
         storage, self._num_storages = self._num_storages, self._num_storages + 1
         name = _place(mask)
         saver = Saver(name, aten_name(mask), "mask", Use.EXACT)
@@ -242,13 +241,13 @@ class StepSlots:
 
 
 def _saved(partition: Partition) -> list[fx.Node]:
-    """Return the nodes of the tensors that forward saves for backward."""
+    """Return the nodes of the tensors that the forward graph saves for backward."""
     outputs: Any = partition.forward.graph.output_node().args[0]
     return [node for node in outputs[partition.num_outputs :] if is_tensor(node)]
 
 
 def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
-    """Return the operations that saved a tensor of a graph, and the reason why plans cannot pack it ("" if they can)."""
+    """Return the operations that saved the tensor of `node`, and why no plan can pack it ("" if a plan can)."""
     value: Tensor = node.meta["val"]
     own, place = _place(node), aten_name(node)
     if _is_gradient(node):
@@ -269,7 +268,7 @@ def _savers(node: fx.Node, times: GraphTimes) -> tuple[tuple[Saver, ...], str]:
 
 
 def _without_small(made: dict[fx.Node, Slot]) -> dict[fx.Node, Slot]:
-    """Return the slots of a graph with the smallest marked, which sessions on a GPU leave unmodified."""
+    """Return the saved tensors `made`, the smallest marked as unmodified, since sessions on a GPU do not pack them."""
     sizes = {node: slot.nbytes for node, slot in made.items() if slot.parts and slot.parts[0].use is Use.VALUE}
     largest = max_left_bytes(list(sizes.values()))
     small = {node for node, nbytes in sizes.items() if nbytes <= largest}
@@ -279,17 +278,17 @@ def _without_small(made: dict[fx.Node, Slot]) -> dict[fx.Node, Slot]:
 
 
 def _is_gradient(node: fx.Node) -> bool:
-    """Return whether a saved node is a gradient that a loss in chunks computed."""
+    """Return whether `node`, which forward saves, is a gradient that a loss in chunks computes in forward."""
     return bool(node.all_input_nodes) and aten_name(node.all_input_nodes[0]) == LOSS_OPERATOR
 
 
 def _place(node: fx.Node) -> str:
-    """Return a slot name for a saved tensor that no operation names: its module and its node."""
+    """Return the slot name "module:node" for a saved tensor that no operation names."""
     return f"{module_path(node.meta.get('nn_module_stack'))[0]}:{node.name}"
 
 
 def _is_written(placeholder: fx.Node | None) -> bool:
-    """Return whether decoding writes a saved tensor to memory, since an operation that Inductor cannot fuse reads it."""
+    """Return whether a decoded tensor is written to memory, since an operation that Inductor cannot fuse reads it."""
     if placeholder is None or is_boolean(placeholder):
         return False
     stack, seen = list(placeholder.users), set[fx.Node]()
@@ -306,7 +305,7 @@ def _is_written(placeholder: fx.Node | None) -> bool:
 
 
 def _comparisons(backward: fx.GraphModule | None, packed: set[str]) -> Iterator[tuple[fx.Node, set[str]]]:
-    """Yield comparisons that backward computes from packed tensors alone, as (node, names of these tensors)."""
+    """Yield (node, names of tensors) for each boolean tensor that backward computes only from the tensors `packed`."""
     of: dict[fx.Node, set[str]] = {}
     of_tangents: set[fx.Node] = set()
     for node in backward.graph.nodes if backward is not None else ():
@@ -324,7 +323,7 @@ def _comparisons(backward: fx.GraphModule | None, packed: set[str]) -> Iterator[
 
 
 def with_unique_names(slots: list[Slot]) -> list[Slot]:
-    """Return the slots, renamed where two have the same name."""
+    """Return the slots, some renamed so that no two operations that saved tensors share a name."""
     counts = Counter(saver.name for slot in slots for saver in slot.savers)
     taken: Counter[str] = Counter()
     named: list[Slot] = []
@@ -348,7 +347,7 @@ def with_unique_names(slots: list[Slot]) -> list[Slot]:
 
 
 def _temporaries(memory: GraphMemory, begin: int, phase: str) -> Iterator[Output]:
-    """Yield buffers that live within one call of a graph, as allocations."""
+    """Yield an allocation for each buffer that lives only within one call of a graph; it begins at the time `begin`."""
     for buffer in memory.buffers:
         if buffer.is_output or buffer.birth < 0:
             continue
@@ -361,7 +360,7 @@ def _temporaries(memory: GraphMemory, begin: int, phase: str) -> Iterator[Output
 
 
 def _returned(times: GraphTimes, saved: set[Buffer], end: int) -> Iterator[Output]:
-    """Yield as allocations the tensors that a graph returns and plain torch.compile also saves, except buffers in `saved`."""
+    """Yield an allocation for each buffer that a graph both returns and saves, except those in `saved`."""
     for buffer, allocation in times.returned().items():
         if buffer not in saved:
             death = end if allocation.death is None else allocation.death
@@ -373,9 +372,9 @@ def _returned(times: GraphTimes, saved: set[Buffer], end: int) -> Iterator[Outpu
 
 
 def compiled_trace(base: Trace, capture: GraphCapture, decoded: Collection[str] = ()) -> Trace:
-    """Return the trace of a compiled step. `base`: the trace of everything outside of the compiled graphs.
+    """Return the trace of a compiled step, from the recorded graphs and `base`, the trace of all operations outside.
 
-    `decoded`: names of the frozen weights that graphs decode.
+    `decoded` names the packed frozen weights that graphs decode.
     """
     outside = tuple(
         replace(slot, stays=slot.stays or OUTSIDE_OF_GRAPHS) if slot.role is Role.ACTIVATION else slot
@@ -393,9 +392,9 @@ def compiled_trace(base: Trace, capture: GraphCapture, decoded: Collection[str] 
 
 
 def _frozen_weights(base: Trace, decoded: Collection[str]) -> Iterator[Slot]:
-    """Yield the slots of `base`, changed for frozen weights to how compiled graphs store them.
+    """Yield the tensors (slots) of `base`, with frozen weights as compiled graphs store them.
 
-    The largest decoded weight has its decoded copy during the whole step, an upper bound: graphs decode one weight at a time.
+    Those in `decoded` may be packed. The largest has a decoded copy during the whole step, an upper bound: graphs decode one at a time.
     """
     largest = max((slot for slot in base.slots if slot.name in decoded), key=lambda slot: slot.nbytes, default=None)
     for slot in base.slots:
@@ -408,7 +407,7 @@ def _frozen_weights(base: Trace, decoded: Collection[str]) -> Iterator[Slot]:
 
 
 def _numbered(slots: tuple[Slot, ...]) -> Iterator[Slot]:
-    """Yield the slots, with storage numbers for operations outside of graphs that differ from those of the graphs' slots."""
+    """Yield the slots of tensors outside of graphs, with storage numbers that no slot inside of graphs has."""
     for slot in slots:
         yield replace(slot, storage=-1000 - slot.storage) if slot.role is Role.ACTIVATION and slot.storage >= 0 else slot
 

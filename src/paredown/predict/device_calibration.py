@@ -1,11 +1,11 @@
-"""`calibrate`: measures the costs of a device and writes their JSON, from which `assign`, `footprint` and `estimate` predict step time.
+"""`calibrate` measures the costs of a device and writes them as JSON, from which `assign`, `footprint` and `estimate` predict step time.
 
     calibrate("cuda")                       # under 30 s; a file of this device and these versions is read instead
     calibrate("cuda", traces=[trace])       # and the operations of these traces, timed one by one: predictions of their steps are closer
     calibrate("cuda", has_present_host=True)    # a present file with the speed that the host has now, in a second
 
-What takes long is compiling kernels. After MOST_SECONDS what has a substitute is left out: formats, for which that of the nearest width
-stands, packed weights, and operations of traces, which the next call continues with.
+Compiling kernels takes most of the time. After MOST_SECONDS, measurements that have a substitute are left out: formats, for which the
+format of the nearest width stands, packed weights, and operations of traces, with which the next call continues.
 
 A file of another device or version is measured again, with a warning that states the reason (the log "paredown"). A present file is not
 measured again unless `is_forced`.
@@ -45,11 +45,11 @@ log = logging.getLogger("paredown")
 def calibrate(
     device: str | None = None, *, traces: Sequence[Trace] = (), is_forced: bool = False, has_present_host: bool = False
 ) -> Calibration:
-    """Return the measured costs of this device, from the cache folder if they are there.
+    """Return the measured costs of this device, from a file in the cache folder, or else measured now.
 
-    Otherwise they are measured and written to it. `device`: "cuda" or "cpu"; None: "cuda" if there is a GPU. `traces`: steps whose
-    operations are timed one by one and added to the file. `is_forced`: measure again in any case. `has_present_host`: measure again how
-    fast the host is, which other work on the machine changes from one minute to the next.
+    Costs that are measured are written to the file. `device` is "cuda" or "cpu"; None is "cuda" if there is a GPU. `traces` are steps whose
+    operations are timed one by one and added to the file. With `is_forced`, everything is measured again. With `has_present_host`, only the
+    speed of the host is, which other work on the machine changes from one minute to the next.
     """
     kind = checked_device(device)
     if not all(isinstance(trace, Trace) for trace in traces):
@@ -74,7 +74,7 @@ def calibrate(
 
 
 def measure_device(device: str) -> Calibration:
-    """Measure the costs of this device now, and return them."""
+    """Measure the costs of this device now, and return them as a calibration."""
     begun = time.perf_counter()
 
     def is_late() -> bool:
@@ -102,7 +102,7 @@ def measure_device(device: str) -> Calibration:
 
 
 def checked_device(device: str | None) -> str:
-    """Return "cuda" or "cpu", for None "cuda" if there is a GPU; raise CalibrationError for a device that is absent."""
+    """Return `device`, "cuda" or "cpu", or for None the GPU if there is one; raise CalibrationError if it is absent."""
     kind = str(device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
     if kind not in DEVICES:
         raise CalibrationError(f"device {brief(device)} cannot be measured. Allowed: {', '.join(DEVICES)}.")
@@ -118,9 +118,9 @@ def _on(trace: Trace, device: str) -> Trace:
 
 
 def calibration_for(trace: Trace) -> tuple[Calibration | None, str]:
-    """Return (the calibration of the trace's device, ""), or (None, why there is none); on a GPU, time the trace's operations first.
+    """Return (the calibration for the device of `trace`, ""), or (None, the reason why there is none).
 
-    Each operation is timed only once, which takes seconds.
+    On a GPU, operations of the trace that were never timed are timed now, which takes seconds.
     """
     found, reason = find_calibration(trace.device)
     is_present = trace.device == "cuda" and present_device_name(trace.device) is not None

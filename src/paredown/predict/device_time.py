@@ -1,4 +1,4 @@
-"""Seconds of calls on a device: `device_seconds`, and the rates of matrix products, elementwise operations, encode and decode.
+"""Measures the seconds of calls on a device (`device_seconds`), and the rates of matrix products, elementwise operations and codecs.
 
 On CUDA the device first sleeps, so that all calls are queued before the first one runs: the time between two events is then that of the
 kernels alone, also where the host is slower than the device. On the CPU each call is timed, and the least counts.
@@ -25,7 +25,7 @@ from paredown.plan.storage import Assignment
 CYCLES_PER_SECOND = 2e9  # about, of a GPU's clock
 SLEEP_SECONDS = 1e-3  # longer than the host needs to issue the calls of one group
 SEED = Seed(0, 0, 0)
-CALLS, GROUP_SECONDS = 6, 4e-3  # most calls in a group between two events; fewer of long ones, which need no mean
+CALLS, GROUP_SECONDS = 6, 4e-3  # most calls in a group between two events; fewer of long calls, which need no mean
 GROUPS = 3
 LARGE = {"cuda": 1 << 26, "cpu": 1 << 18}  # values of a tensor that does not fit the caches
 SMALL = {"cuda": 1 << 14, "cpu": 1 << 12}
@@ -35,7 +35,7 @@ FLOAT_DTYPES = {"cuda": (torch.bfloat16, torch.float32), "cpu": (torch.float32, 
 
 
 def device_seconds(call: Callable[[], object], device: str) -> float:
-    """Return the seconds that one call takes on the device, measured after calls that warm up."""
+    """Return the seconds that one `call()` takes on the device, after calls that warm it up."""
     call()
     if device == "cpu":
         call()
@@ -45,7 +45,7 @@ def device_seconds(call: Callable[[], object], device: str) -> float:
 
 
 def num_calls_of(seconds: float) -> int:
-    """Return how many calls to time together, if each takes `seconds`.
+    """Return how many calls to time together if one takes `seconds`: fewer of long calls.
 
     >>> [num_calls_of(seconds) for seconds in (1e-5, 1e-3, 0.1)]
     [6, 4, 1]
@@ -60,7 +60,10 @@ def _cpu_seconds(call: Callable[[], object]) -> float:
 
 
 def cuda_seconds(call: Callable[[], object], num_calls: int, sleep_seconds: float = SLEEP_SECONDS) -> float:
-    """Return the seconds of one call on a GPU, the mean over `num_calls` that the host issues while the device sleeps."""
+    """Return the GPU's seconds for one `call()`, the mean over `num_calls` that were issued while the GPU slept.
+
+    `sleep_seconds` must be longer than the host takes to issue all calls.
+    """
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     torch.cuda._sleep(int(sleep_seconds * CYCLES_PER_SECOND))
@@ -73,7 +76,7 @@ def cuda_seconds(call: Callable[[], object], num_calls: int, sleep_seconds: floa
 
 
 def empty_operation(device: str, num_calls: int) -> float:
-    """Return the host seconds of the smallest operation, an addition of one value: the mean over `num_calls` calls."""
+    """Return the host seconds of one small operation (an addition of one value), the mean over `num_calls`."""
     x = torch.ones(1, device=device)
     if device == "cuda":
         torch.cuda.synchronize()
@@ -84,7 +87,7 @@ def empty_operation(device: str, num_calls: int) -> float:
 
 
 def bandwidths(device: str) -> dict[str, float]:
-    """Return the measured bytes per second of each kind of memory-bound operation, and of copies between a GPU and pinned memory."""
+    """Return the measured bytes per second of each kind of memory-bound operation, and of copies to the host."""
     rows, width = ROWS[device]
     x = torch.randn(LARGE[device], device=device, dtype=torch.bfloat16)
     table = torch.randn(rows, width, device=device)
@@ -112,15 +115,15 @@ def bandwidths(device: str) -> dict[str, float]:
 
 
 def smallest_kernel(device: str) -> float:
-    """Return the device seconds of a small kernel, an addition of few values."""
+    """Return the device seconds of a kernel on a few values, the least that any operation takes."""
     x = torch.ones(SMALL[device], device=device)
     return device_seconds(lambda: x.add_(1.0), device)
 
 
 def flop_rates(device: str) -> dict[str, tuple[tuple[float, float], ...]]:
-    """Return the flops per second of matrix products, 3 x 3 convolutions and attention.
+    """Return the measured flops per second of matrix products, 3 x 3 convolutions and attention, by kind and dtype.
 
-    For each kind and dtype these are pairs (flops, flops per second) at rising sizes.
+    Each is a list of pairs (flops, flops per second) at rising sizes.
     """
     rates: dict[str, tuple[tuple[float, float], ...]] = {}
     for dtype in FLOAT_DTYPES[device]:
@@ -133,7 +136,7 @@ def flop_rates(device: str) -> dict[str, tuple[tuple[float, float], ...]]:
 
 
 def _products(device: str, dtype: torch.dtype, beyond: int = 0) -> Iterator[tuple[float, float]]:
-    """Yield (flops, flops per second) of square matrix products of rising size; the second factor has `beyond` columns more."""
+    """Yield (flops, flops per second) of growing matrix products, with `beyond` more columns in the result."""
     for size in PRODUCTS[device][: -1 if dtype is torch.float32 and device == "cuda" else None]:
         a, b = torch.randn(size, size, device=device, dtype=dtype), torch.randn(size, size + beyond, device=device, dtype=dtype)
         flops = 2.0 * size * size * (size + beyond)
@@ -157,9 +160,9 @@ def _attention(device: str, dtype: torch.dtype) -> Iterator[tuple[float, float]]
 
 
 def codec_seconds(text: str, device: str) -> tuple[float, float, float]:
-    """Return (encoded bytes per second, decoded bytes per second, seconds of one kernel launch) of a format.
+    """Return (encoded bytes per second, decoded bytes per second, seconds of a launch) for the format `text`.
 
-    Bytes are those of the bf16 tensor.
+    Bytes are those of the bf16 tensor that is encoded.
     """
     small, large = (torch.randn(num, device=device, dtype=torch.bfloat16) for num in (SMALL[device], LARGE[device]))
     format = Format.parse(text)

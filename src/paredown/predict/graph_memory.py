@@ -1,10 +1,10 @@
-"""Which tensors of a graph Inductor writes to memory, and when: `GraphMemory(graph)`.
+"""`GraphMemory(graph)` predicts which tensors of a graph Inductor writes to memory, and when.
 
 Inductor makes kernels of many operations, and values inside of a kernel take no memory. The rules here are those of its lowering and
 scheduling, in short:
 
-    views           alias what they view
-    externs         matrix products, convolutions, attention: their inputs and outputs are buffers
+    views           share the memory of the tensor that they view
+    externs         matrix products, convolutions, attention: their inputs and outputs are buffers (memory of their own)
     reductions      their outputs are buffers
     other           pointwise: a value is inlined into its readers, and read again from its own inputs in each, unless it is an output, an
                     extern reads it, or it has several readers and more than MAX_READS inputs or MAX_OPERATIONS operations
@@ -55,17 +55,17 @@ OPERATIONS = {"decode": 14, "unpack_bits": 4}  # operations in the kernel of one
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory that a kernel of a graph writes, with the times at which it is written (`birth`) and read (`reads`).
+    """Memory that one kernel of a graph writes and others read, as Inductor would allocate it.
 
-    Times are places in the order of kernels. Inputs of the graph have birth -1.
+    `birth` is the time of writing and `reads` are those of reading: positions in the order of kernels. Inputs of the graph have birth -1.
     """
 
     node: fx.Node
     nbytes: int
     birth: int
     kind: str
-    domain: int = 0  # elements that its kernel goes over
-    axis: str = ""  # of a reduction: "rows" if it is over the last dimensions, else "columns"
+    domain: int = 0  # how many elements its kernel loops over
+    axis: str = ""  # for a reduction: "rows" if it is over the last dimensions, else "columns"
     reads: list[int] = field(default_factory=list)
     sources: list[Buffer] = field(default_factory=list)
     readers: list[Buffer] = field(default_factory=list)
@@ -75,13 +75,13 @@ class Buffer:
 
     @property
     def death(self) -> int:
-        """The last time at which the buffer holds memory of its own."""
+        """Return the last time at which the buffer has memory of its own, before another output may take it over."""
         return max([self.birth, *self.reads]) - self.is_reused
 
 
 @dataclass(eq=False)
 class GraphValue:
-    """The value of a node of a graph: in `buffer`, or, if that is None, each kernel that reads it computes it again from `sources`."""
+    """What a node of a graph computes: it is stored in `buffer`, or if that is None, each reader computes it again."""
 
     node: fx.Node
     buffer: Buffer | None = None
@@ -94,7 +94,7 @@ class GraphValue:
 
 
 class GraphMemory:
-    """The buffers that Inductor allocates for a graph, with the times at which they are written and read.
+    """The buffers that Inductor would allocate for a graph, with the times at which kernels write and read them.
 
     `by_last`: kernels are in the order of their last operations, as in backward graphs of sessions (kernel_order.py).
     """
@@ -113,19 +113,19 @@ class GraphMemory:
         self._reuse()
 
     def of(self, node: fx.Node) -> Buffer | None:
-        """Return the buffer in which a node's values are stored; None if every kernel that reads them computes them itself."""
+        """Return the buffer that stores a node's values; None if each kernel that needs them computes them itself."""
         value = self._values.get(node)
         return value.buffer if isinstance(value, GraphValue) else None
 
     def reads(self, node: fx.Node) -> list[int]:
-        """Return the times at which kernels read a node's buffer, or repeat its operations."""
+        """Return the times at which kernels read a node's buffer, or if it has none, compute its values anew."""
         buffer = self.of(node)
         if buffer is not None:
             return buffer.reads
         return self._reads_behind(node, skips_booleans=False)
 
     def value_reads(self, node: fx.Node) -> list[int]:
-        """Return the times of kernels that need the values of a node for more than a boolean result, such as that of a comparison."""
+        """Return the times of the kernels that need the values of a node, not only a comparison of them."""
         return self._reads_behind(node, skips_booleans=True)
 
     def _reads_behind(self, node: fx.Node, *, skips_booleans: bool) -> list[int]:
@@ -194,7 +194,7 @@ class GraphMemory:
         return value
 
     def _is_stored(self, value: GraphValue, node: fx.Node) -> bool:
-        """Return whether Inductor writes a pointwise value to memory."""
+        """Return whether Inductor writes the value of this pointwise operation to memory, for its readers."""
         users, num_reads = list(readers_of(node)), len(value.sources)
         if num_reads > MAX_ACCUMULATED_READS or any(user.op == "output" for user in users):
             return True
@@ -204,7 +204,7 @@ class GraphMemory:
         return is_needed or num_reads > MAX_READS or value.operations > MAX_OPERATIONS
 
     def _realize(self, value: GraphValue, at: int) -> Buffer:
-        """Return the buffer of a value that is read at time `at`; if it has none, allocate one."""
+        """Return the buffer of a value that is read at the time `at`; make one if the value has none."""
         if value.buffer is None:
             made = self._buffered(value.node, value.node.meta.get("val"), "pointwise", value.sources, at)
             value.buffer = made.buffer
@@ -232,7 +232,7 @@ class GraphMemory:
     # --- kernels ---
 
     def _schedule(self) -> None:
-        """Set the times at which buffers are written and read, by the order of the kernels."""
+        """Set the times at which buffers are written and read, by the predicted order of kernels."""
         order = kernel_order(self.buffers, by_last=self._by_last)
         self.num_kernels = len(set(order.values()))
         for buffer in self.buffers:
@@ -244,7 +244,7 @@ class GraphMemory:
         self.buffers = [buffer for buffer in self.buffers if not buffer.is_removed and buffer.nbytes]
 
     def _reuse(self) -> None:
-        """Make kernels write their outputs over inputs of the same size that nothing reads later."""
+        """Mark each buffer over which the last kernel that reads it writes an output of the same size."""
         by_birth: dict[int, list[Buffer]] = {}
         for buffer in self.buffers:
             by_birth.setdefault(buffer.birth, []).append(buffer)
@@ -260,7 +260,7 @@ class GraphMemory:
 
 
 def _is_over_last_dimensions(node: fx.Node) -> bool:
-    """Return whether a reduction is over the last dimensions of its input, which are adjacent in memory."""
+    """Return whether a reduction is over the last dimensions of its input, whose values are adjacent in memory."""
     source = node.all_input_nodes[0].meta.get("val")
     dims: Any = node.args[1] if len(node.args) > 1 else None
     if not isinstance(source, Tensor) or not isinstance(dims, list | tuple | int):
@@ -271,26 +271,26 @@ def _is_over_last_dimensions(node: fx.Node) -> bool:
 
 
 def _domain(node: fx.Node, result: Any, kind: str) -> int:
-    """Return how many elements the kernel of a node loops over."""
+    """Return the number of elements that the kernel of a node loops over; only kernels of the same number are fused."""
     value = node.all_input_nodes[0].meta.get("val") if kind == "reduction" and node.all_input_nodes else result
     return prod(hint(size) for size in value.shape) if isinstance(value, Tensor) else 0
 
 
 def _flash_workspace(query: Any) -> int:
-    """Return the bytes of workspace that flash attention allocates in backward for the queries of this node."""
+    """Return the workspace in bytes of flash attention's backward; `query` is the graph's node of the queries."""
     num, heads, length, width = (hint(size) for size in query.meta["val"].shape)
     return 4 * num * heads * round_up(length, FLASH_ROWS) * (1 + round_up(width, FLASH_COLUMNS))
 
 
 def _loss_scratch(node: fx.Node) -> int:
-    """Return the bytes that the operator of a loss in chunks allocates beside its inputs and results."""
+    """Return the bytes that the operator `node`, a loss in chunks, allocates beside its inputs and results."""
     values = [arg.meta["val"] if isinstance(arg, fx.Node) else None for arg in node.args[:-1]]
     tensors = tuple((tuple(hint(size) for size in v.shape), v.dtype) if v is not None else None for v in values)
     return scratch_bytes(name_of(node), tensors, str(node.args[-1]))
 
 
 def _keeps_layout(graph: fx.Graph) -> bool:
-    """Return whether Inductor keeps the layout of convolutions on CUDA, rather than make all channels_last.
+    """Return whether Inductor keeps the memory layout of convolutions on CUDA; otherwise all become channels_last.
 
     It keeps the layout if there are few convolutions among many operations, if one is grouped but not depthwise, if the output of a 3 x 3
     convolution has half as many channels as its input, or if none has more than 64 channels.
@@ -306,10 +306,10 @@ def _keeps_layout(graph: fx.Graph) -> bool:
 
 
 def _transposed_bytes(node: fx.Node) -> int:
-    """Return the bytes of channels_last copies that cuDNN makes of a 16-bit convolution's operands.
+    """Return the bytes of the channels_last copies that cuDNN makes of the operands of `node`, a 16-bit convolution.
 
-    Forward: of input and output. Backward: of the output's gradient and the input, then of the output's gradient and the input's.
-    Measured for the U-Net of bench_compile.py on one H200: 0.086 GiB where this is 0.078.
+    In forward it copies the input and the output; in backward the output's gradient and the input, and then the output's gradient and the
+    input's gradient. Measured for the U-Net of bench_compile.py on one H200: 0.086 GiB where this function returns 0.078.
     """
     result: Any = node.meta.get("val")
     tensors = [node.args[0], node.args[1]] if name_of(node) == "convolution_backward" else [node.args[0]]
@@ -321,7 +321,7 @@ def _transposed_bytes(node: fx.Node) -> int:
 
 
 def _nbytes(value: Any) -> int:
-    """Return the bytes of a tensor's memory, including gaps between its strides."""
+    """Return the bytes of a tensor's memory, with the gaps that its strides leave; 0 for other values."""
     if not isinstance(value, Tensor):
         return 0
     sizes = [(hint(size), hint(stride)) for size, stride in zip(value.shape, value.stride(), strict=True)]
@@ -335,10 +335,10 @@ def _nbytes(value: Any) -> int:
 
 @dataclass(eq=False)
 class Kernel:
-    """The buffers that one kernel of a graph writes.
+    """One kernel of a graph, which writes `buffers`, while it is decided which kernels Inductor would fuse.
 
-    `first`, `last`: the indices of its first and its last buffer in the graph. `domain`: how many elements it goes over, 0 if it cannot be
-    fused.
+    `first` and `last` are the indices of its first and last buffer in the graph. `domain` is the number of elements that it loops over, 0
+    if it cannot be fused.
     """
 
     buffers: list[Buffer]
@@ -348,7 +348,7 @@ class Kernel:
     axis: str
 
     def can_join(self, other: Kernel) -> bool:
-        """Return whether Inductor could fuse this kernel with another, as far as sizes tell."""
+        """Return whether Inductor could fuse this kernel with `other`, if no cycle of dependencies results."""
         if not self.domain or self.domain != other.domain or (self.axis and other.axis and self.axis != other.axis):
             return False
         if len(self.buffers) + len(other.buffers) > MAX_FUSED:
@@ -364,7 +364,7 @@ class Kernel:
 
 
 class Kernels:
-    """The kernels of a graph, joined step by step as Inductor fuses them."""
+    """The kernels of a graph; `join_all` fuses them as Inductor would, from which their order follows."""
 
     def __init__(self, buffers: list[Buffer]) -> None:
         is_alone = [buffer.kind in ("extern", "scatter") for buffer in buffers]
@@ -378,7 +378,7 @@ class Kernels:
             self.of[buffer] = kernel
 
     def join_all(self, buffers: list[Buffer]) -> None:
-        """Fuse kernels that read or write the same memory, the pairs that share most bytes first, unless a cycle would result."""
+        """Fuse kernels that share memory, the pairs that share most bytes first, if no cycle results."""
         for _, one, two in sorted(_pairs(buffers), key=lambda pair: -pair[0]):
             a, b = self.of[one], self.of[two]
             if a is not b and a.can_join(b) and not (self._reaches(a, b) or self._reaches(b, a)):
@@ -387,12 +387,12 @@ class Kernels:
                 self.of.update(dict.fromkeys(b.buffers, a))
 
     def sources(self, kernel: Kernel) -> list[Kernel]:
-        """Return the kernels whose buffers a kernel reads."""
+        """Return the other kernels whose results `kernel` reads."""
         found = dict.fromkeys(self.of[s] for b in kernel.buffers for s in b.sources if s in self.of)
         return [other for other in found if other is not kernel]
 
     def _reaches(self, start: Kernel, end: Kernel) -> bool:
-        """Return whether kernel `end` depends on the results of kernel `start`, possibly through other kernels."""
+        """Return whether kernel `end` depends on results of kernel `start`, directly or through other kernels."""
         stack, seen = [k for k in self.sources(end) if k is not start], set[Kernel]()
         while stack:
             kernel = stack.pop()
@@ -405,7 +405,7 @@ class Kernels:
 
 
 def _pairs(buffers: list[Buffer]) -> Iterator[tuple[int, Buffer, Buffer]]:
-    """Yield pairs of buffers that one kernel may write, with the bytes that they share."""
+    """Yield (shared bytes, buffer, buffer) for each pair of buffers that a fused kernel could write together."""
     sources = dict.fromkeys(source for buffer in buffers for source in buffer.sources)
     for shared in sources:
         users = [b for b in (shared, *shared.readers) if b.kind in ("pointwise", "reduction")]
@@ -414,7 +414,7 @@ def _pairs(buffers: list[Buffer]) -> Iterator[tuple[int, Buffer, Buffer]]:
 
 
 def kernel_order(buffers: list[Buffer], *, by_last: bool = False) -> dict[Buffer, int]:
-    """Return the position of each buffer's kernel in the order in which kernels run, that of their first or last operations."""
+    """Return the position of each buffer's kernel among the fused kernels, in the order of their first or last operations."""
     kernels = Kernels(buffers)
     kernels.join_all(buffers)
     found = sorted(dict.fromkeys(kernels.of.values()), key=lambda kernel: kernel.first)
@@ -433,9 +433,9 @@ def kernel_order(buffers: list[Buffer], *, by_last: bool = False) -> dict[Buffer
 
 
 def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] | None, ...], settings: str) -> int:
-    """Return the bytes that the operator `name` of a loss in chunks allocates at most beside its inputs and results.
+    """Return the most bytes that the operator `name` of a loss in chunks allocates beside its results.
 
-    They come from a run on fake tensors of these shapes and dtypes. `settings`: the operator's settings as text (`OperatorSettings`).
+    They are measured by a run on fake tensors of the shapes and dtypes `tensors`. `settings` is the text of its `OperatorSettings`.
     """
     device = OperatorSettings.parse(settings).device
     return _scratch_bytes(name, tensors, settings, (CHUNK_BYTES.get(device), KERNEL_DEVICES.get(device)))
@@ -443,7 +443,6 @@ def scratch_bytes(name: str, tensors: tuple[tuple[tuple[int, ...], torch.dtype] 
 
 @lru_cache(maxsize=64)
 def _scratch_bytes(name: str, tensors: tuple[Any, ...], settings: str, constants: tuple[Any, ...]) -> int:
-    """Return the result of `scratch_bytes`; `constants` are those of the loss that it depends on, as part of the cache's key."""
     device, fakes = OperatorSettings.parse(settings).device, FakeTensors()
     timeline = Timeline(lambda: "", device=device)
     with fakes.mode, torch.no_grad():

@@ -1,7 +1,7 @@
-"""Host seconds of views, module calls, gradients, packed tensors, checkpointed layers and packed weights, from steps of small networks.
+"""Measures the host seconds of views, module calls, gradients, packed tensors, checkpointed layers and weights by steps of small networks.
 
-Their tensors are so small that a GPU keeps up with the host: the time of a step is that of the host. What the calls of their operations
-take is measured call by call (predict/operation_time.py). The rest of a step is divided by counts of the trace, which a prediction
+The networks are so small that a GPU keeps up with the host: the time of a step is that of the host. The time for calling operations
+is measured call by call (predict/operation_time.py). The rest of a step is divided by counts of the trace, which a prediction
 multiplies. On the CPU a call of an operation is device time, and no host time.
 
     view, module call,    their shares of the step of the first network, SHARES, which were fitted to eight networks; on the CPU
@@ -49,7 +49,7 @@ from paredown.session.session import start_session
 
 WARM_UP, STEPS = {"cuda": 4, "cpu": 2}, {"cuda": 9, "cpu": 5}
 DTYPES = {"cuda": torch.bfloat16, "cpu": None}  # autocast's dtype
-LEAST_SECONDS = 1e-7  # the least cost, since differences of two times can be negative
+LEAST_SECONDS = 1e-7  # no cost is less, since differences of two measured times can be negative
 WEIGHTS = "int8/64@bf16"
 BACKWARD = ("backward",)
 PRESENT_STEPS, SPEED_STEPS = 24, 4
@@ -60,7 +60,7 @@ EMPTY_CALLS = 100
 
 
 class StepSeconds(NamedTuple):
-    """The host seconds of the phases of a step: forward with loss, backward, optimizer."""
+    """The host (CPU) seconds of a training step: forward with loss, backward, and the optimizer's step."""
 
     forward: float
     backward: float
@@ -68,16 +68,16 @@ class StepSeconds(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The seconds of the whole step."""
+        """Return the host seconds of the whole step."""
         return sum(self)
 
     def scaled(self, factor: float) -> StepSeconds:
-        """Return these seconds times `factor`: those of a host that takes `factor` times as long."""
+        """Return these seconds times `factor`, for a host that takes `factor` times as long."""
         return StepSeconds(*(factor * seconds for seconds in self))
 
 
 class SmallNetwork:
-    """A small network whose steps are timed under plans, to measure the host's time."""
+    """A network so small that the host limits its training steps; they are timed to measure host time."""
 
     def __init__(self, name: str, layers: str, batch: tuple[Tensor, ...], **sizes: int) -> None:
         self.name, self.layers, self.batch, self.sizes = name, layers, batch, sizes
@@ -85,20 +85,20 @@ class SmallNetwork:
         self.empty_operations: list[float] = []  # seconds, one for each turn
 
     def build(self) -> nn.Module:
-        """Return a new model of this network in training mode, on the device of its batch."""
+        """Return a new model of this network in training mode, on the device of the network's batch."""
         return MODELS[self.name](**self.sizes).to(self.device).train()
 
     @cached_property
     def trace(self) -> Trace:
-        """The trace of a training step of the network with AdamW."""
+        """Return the trace of a training step of the network with AdamW."""
         batch: Any = tuple(part.cpu() for part in self.batch)
         dtype = DTYPES[self.device]
         return trace_step(self.build().cpu(), batch, loss=_loss, optimizer="adamw", device=self.device, autocast=dtype)
 
     def seconds(self, *plans: Plan | None, is_ours: bool = False) -> list[StepSeconds]:
-        """Return the median host seconds of the network's steps under each of several plans, which take turns.
+        """Return the median host seconds of the network's steps under each of `plans`, where None is the baseline.
 
-        A plan of None is the baseline. `is_ours`: the optimizer is AdamW of paredown.optim, else that of torch.
+        Steps under the plans take turns. With `is_ours`, the optimizer is AdamW of paredown.optim, otherwise that of torch.
         """
         models = [self.build() for _ in plans]
         sessions = [start_session(plan, model) for plan, model in zip(plans, models, strict=True) if plan is not None]
@@ -113,12 +113,12 @@ class SmallNetwork:
         return [StepSeconds(*map(median, zip(*rows, strict=True))) for rows in zip(*turns, strict=True)]
 
     def _turn(self, pairs: Sequence[tuple[nn.Module, torch.optim.Optimizer]]) -> list[tuple[float, float, float]]:
-        """Run two steps of each (model, optimizer), and return the host seconds of the second: (forward, backward, optimizer)."""
+        """Run two steps of each (model, optimizer), and return (forward, backward, optimizer) seconds of the second."""
         self.empty_operations.append(empty_operation(self.device, EMPTY_CALLS))
         return [(self.step(*pair), self.step(*pair))[1] for pair in pairs]
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:
-        """Run one training step, and return the host seconds of forward with loss, of backward and of the optimizer's step."""
+        """Run one training step; return the host seconds of forward with loss, of backward and of the optimizer."""
         if self.device == "cuda":
             torch.cuda.synchronize()
         times = [time.perf_counter()]
@@ -134,27 +134,27 @@ class SmallNetwork:
         return times[1] - times[0], times[2] - times[1], times[3] - times[2]
 
     def packed(self, plan: Plan) -> list[Slot]:
-        """Return the saved tensors of the network's step that the plan packs."""
+        """Return the saved tensors of the network's step that `plan` packs."""
         storages = slot_storages(self.trace, plan)
         return [slot for slot in self.trace.activations if storages[slot.name].packs]
 
     def packing_one(self, plan: Plan) -> Plan:
-        """Return a plan that packs only one of the tensors that `plan` would pack."""
+        """Return a plan that packs only one of the tensors that `plan` packs."""
         slot = self.packed(plan)[0]
         return Plan(((f"activation={slot.name}", plan.find(slot.names, Role.ACTIVATION)),))
 
     @property
     def checkpointing(self) -> Plan:
-        """The plan that checkpoints all layers of the network and packs nothing."""
+        """Return the plan that checkpoints all layers of the network and packs nothing."""
         return Plan((), recompute=(self.layers,))
 
     @cached_property
     def paths(self) -> list[str]:
-        """The module paths of the network's layers."""
+        """Return the module paths of the network's repeated layers."""
         return outermost(modules_of(self.trace), (self.layers,))
 
     def count(self, phases: Sequence[str], of: Callable[[Operation], float] = lambda one: one.op == VIEW) -> float:
-        """Return the sum of `of(operation)` over operations of `phases` ("forward", "backward", ...); by default the number of views."""
+        """Return the sum of `of(operation)` over all calls in `phases`; by default the number of views."""
         return sum(one.count * of(one) for one in self.trace.operations if one.phase in phases)
 
 
@@ -163,7 +163,7 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def small_networks(device: str) -> list[SmallNetwork]:
-    """Return a transformer and a residual network, whose saved tensors are just large enough to be packed."""
+    """Return two networks to time, a transformer and a ResNet, whose saved tensors are just large enough to pack."""
     ids = torch.randint(64, (1, 64), device=device)
     pictures, labels = torch.randn(1, 3, 32, 32, device=device), torch.randint(10, (1,), device=device)
     gpt = {"vocabulary": 64, "dim": 64, "num_layers": 4, "num_heads": 2, "context": 64}
@@ -171,9 +171,9 @@ def small_networks(device: str) -> list[SmallNetwork]:
 
 
 class HostMeasurement:
-    """A measurement of the host seconds that packing, checkpointing and calls take, by steps of small networks.
+    """Measures the host's time for packing, checkpointing and calls, by steps of small networks.
 
-    `draft`: the calibration of the device, whose host costs are not measured yet.
+    `draft` is a calibration of the device whose host costs are not measured yet.
     """
 
     def __init__(self, draft: Calibration) -> None:
@@ -182,10 +182,10 @@ class HostMeasurement:
         self.draft = replace(draft, timed=self.calls.timed if self.is_cpu else {})
 
     def costs(self, text: str, is_late: Callable[[], bool]) -> tuple[HostCost, float]:
-        """Return the measured costs of the host, and the host seconds for packing one tensor in the format `text`.
+        """Return the measured costs of the host, and its seconds for packing a tensor in the format `text`.
 
-        If `is_late()` is true, packed weights, whose optimizer has kernels to compile, are not measured: a packed weight is taken to cost
-        as much as two packed tensors.
+        If `is_late()` is true, packed weights are not measured, since kernels of their optimizer would be compiled: a packed weight is
+        taken to cost as much as two packed tensors.
         """
         packing = Plan.uniform(activation=text)
         with _without_collection():
@@ -215,9 +215,9 @@ class HostMeasurement:
         return cost, packed
 
     def _calls(self, phases: Sequence[str], empty: float) -> list[float]:
-        """Return for each network the host seconds that the calls of its operations in `phases` take.
+        """Return, for each network, the host seconds of calling its operations in `phases`.
 
-        `empty`: the seconds of an empty operation.
+        `empty` is the host seconds of an empty operation, in which calls are measured.
         """
         ratios, draft = self.calls.issued, self.draft
 
@@ -227,10 +227,10 @@ class HostMeasurement:
         return [network.count(phases, seconds) for network in self.networks]
 
     def _unit(self, rows: Sequence[StepSeconds], empty: float) -> float:
-        """Return the host seconds of a step of the first network, of which SHARES are fractions.
+        """Return the host seconds of a step of the first network, which SHARES divides among kinds of calls.
 
-        On the CPU the computation of its operations is left out. `rows`: baseline seconds of each network. `empty`: those of an empty
-        operation.
+        On the CPU, the computation of the step's operations is left out. `rows` has the baseline's seconds of each network, `empty` the
+        seconds of an empty operation.
         """
         if not self.is_cpu:
             return rows[0].total
@@ -238,7 +238,7 @@ class HostMeasurement:
         return _share([one for part in rest for one in part], [self._shares(network) for network in self.networks])
 
     def _shares(self, network: SmallNetwork) -> float:
-        """Return which fraction of a step of the first network the views, module calls and gradients of `network` take, by SHARES."""
+        """Return the time of all views, module calls and gradients of `network`, in steps of the first network."""
         counts = {"view": network.count(FORWARD), "backward_view": network.count(BACKWARD)}
         counts |= {"module_call": len(called_modules(network.trace)), "gradient": len(network.trace.of(Role.GRADIENT))}
         return sum(SHARES[name] * count for name, count in counts.items())
@@ -248,7 +248,8 @@ class HostMeasurement:
     ) -> tuple[float, float]:
         """Return the host seconds for each module call or saved tensor in a session, and for each packed tensor.
 
-        `rows`, `few`, `all_packed`: seconds of each network's step with nothing packed, with one tensor, and with all tensors of `plan`.
+        `rows`, `few` and `all_packed` are the seconds of each network's step with no packed tensor, with one, and with all that `plan`
+        packs.
         """
         computed = sum(added_time(one.trace, plan, self.draft).device_seconds for one in self.networks)
         num_packed = [sum(len(slot.names) for slot in one.packed(plan)) - 1 for one in self.networks]
@@ -258,7 +259,7 @@ class HostMeasurement:
         return _share(added, [num_watched(one.trace, plan) for one in self.networks]), packed
 
     def _checkpointed(self, rows: Sequence[StepSeconds], checkpointed: Sequence[StepSeconds]) -> float:
-        """Return the host seconds for one tensor that a checkpointed layer saves, from steps without (`rows`) and with checkpointing."""
+        """Return the host seconds for each tensor that a layer under activation checkpointing saves."""
         added: list[float] = []
         for network, baseline, other in zip(self.networks, rows, checkpointed, strict=True):
             inside = [one for one in network.trace.operations if any(is_of(one.module, path) for path in network.paths)]
@@ -274,12 +275,12 @@ class HostMeasurement:
 
 
 def with_present_host(calibration: Calibration) -> Calibration:
-    """Return the calibration scaled to the speed that the host has now, measured in a third of a second."""
+    """Return the calibration with host times scaled to the speed that the host has now, which is measured."""
     return calibration.with_host_speed(HostSpeed(calibration)(PRESENT_STEPS))
 
 
 class HostSpeed:
-    """A measurement of how fast the host is now, relative to the calibration."""
+    """Measures how fast the host is now, by steps of a small network that were also timed at calibration."""
 
     def __init__(self, calibration: Calibration) -> None:
         self._network, self._seconds = small_networks(calibration.device)[0], calibration.host.step
@@ -289,7 +290,7 @@ class HostSpeed:
             self._network.step(*self._pair)
 
     def __call__(self, num_steps: int = SPEED_STEPS) -> float:
-        """Return the median time of `num_steps` steps divided by their time at calibration: 2 on a host that is half as fast."""
+        """Return the median time of `num_steps` steps, divided by that at calibration: above 1 for a slower host."""
         with _without_collection():
             _, *steps = [sum(self._network.step(*self._pair)) for _ in range(1 + num_steps)]
         return median(steps) / self._seconds
@@ -301,7 +302,7 @@ def _share(seconds: Sequence[float], counts: Sequence[float]) -> float:
 
 @contextmanager
 def _without_collection() -> Generator[None]:
-    """Return a context without Python's garbage collection, which would add its time to single steps."""
+    """Return a context in which Python does not collect garbage, which would make some of the steps longer."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

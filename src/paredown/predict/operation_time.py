@@ -1,4 +1,4 @@
-"""`time_operations`: device seconds of the operations of traces, each distinct call repeated on tensors of its shapes, dtypes and strides.
+"""`time_operations` measures device seconds of the operations of traces: it repeats each on tensors of its shapes, dtypes and strides.
 
 Floats are random, since matrix products of zeros draw less power and run faster. Integers are random: indices below the size of the
 dimension that they index, since additions to few rows take longer than to many; others below the smallest dimension of the call's
@@ -9,11 +9,11 @@ Operations that are not timed for lack of time are estimated from timed ones of 
 kernel), by bytes per second or by floating point operations: DenseNet-121 has hundreds that differ in the number of channels alone.
 Convolutions, for which cuDNN tries its algorithms, get half of the time.
 
-The host time of calls is measured beside: by name, since shapes change it little, and as a multiple of an empty operation that is called
-right after, since the speed of the host changes while others use it. On the CPU the time of a call is that of the device.
+The host time of calls is measured too: by name, since shapes change it little, and as a multiple of the time of an empty operation that is
+called right after, since the speed of the host changes while others use it. On the CPU the time of a call is that of the device.
 
-One call of cuDNN's RNNs launches kernels for every position. Its host time is that of these shapes, and the least of several, in seconds.
-Its device time follows from two sequences that are so short that all of their launches are queued before the first one runs:
+One call of cuDNN's RNNs launches kernels for every position. Its host time is measured in seconds for these shapes, as the least of
+several. Its device time follows from two sequences that are so short that all of their launches are queued before the first one runs:
 
     seconds(length) = seconds(short) + (length - short) * (seconds(short) - seconds(half)) / (short - half)
 
@@ -60,9 +60,10 @@ QUEUE_SLEEP = 20e-3  # seconds in which the host issues the launches of a short 
 
 
 class CallSeconds(NamedTuple):
-    """The measured seconds of calls: on the device by `operation_key`, and on the host by name.
+    """The measured seconds of operations, from which a `Calibration` is made.
 
-    Device seconds are 0 if a call cannot be repeated. `launched`: host seconds of calls of cuDNN's RNNs, by `operation_key`.
+    `timed` has the device seconds by `operation_key`, 0 if a call cannot be repeated. `issued` has the host time by the name of the
+    operation, as a multiple of that of an empty operation; `launched` has the host seconds of calls of cuDNN's RNNs, by `operation_key`.
     """
 
     timed: dict[str, float]
@@ -71,9 +72,9 @@ class CallSeconds(NamedTuple):
 
 
 def with_operations(calibration: Calibration, traces: Sequence[Trace], *, most_seconds: float = inf) -> Calibration:
-    """Return the calibration with the measured times of the operations in these traces.
+    """Return the calibration with measured times of all operations in `traces` that it does not have yet.
 
-    No operation is begun after `most_seconds`.
+    After `most_seconds` no further measurement begins.
     """
     found = time_operations(traces, calibration.device, known=calibration.timed, most_seconds=most_seconds)
     timed, empty = {**calibration.timed, **found.timed}, calibration.host.empty_operation
@@ -84,9 +85,9 @@ def with_operations(calibration: Calibration, traces: Sequence[Trace], *, most_s
 
 
 def time_operations(traces: Iterable[Trace], device: str, *, known: Container[str] = (), most_seconds: float = inf) -> CallSeconds:
-    """Return the measured seconds of each distinct operation of the traces whose `operation_key` is not in `known`.
+    """Return the measured seconds of each different operation in `traces`, except those whose key is in `known`.
 
-    No operation is begun after `most_seconds`.
+    Keys are those of `operation_key`. After `most_seconds` no further measurement begins.
     """
     now = begun = time.perf_counter()
     timed, ratios, launched = dict[str, float](), dict[str, list[float]](), dict[str, float]()
@@ -109,9 +110,9 @@ def time_operations(traces: Iterable[Trace], device: str, *, known: Container[st
 
 
 def _largest_of_each_name_first(operations: Iterable[Operation]) -> list[Operation]:
-    """Return operations in the order in which to time them: the largest of each name first.
+    """Return the operations in the order in which to time them: first the largest of each name.
 
-    Each name comes first once, since one host time counts for all operations of the name.
+    One host time counts for all operations of a name, so that each name should be timed early.
     """
     by_work = sorted(operations, key=lambda one: one.count * _work(one), reverse=True)
     first = {one.op: one for one in reversed(by_work)}
@@ -119,15 +120,16 @@ def _largest_of_each_name_first(operations: Iterable[Operation]) -> list[Operati
 
 
 def _work(operation: Operation) -> float:
-    """Return the size of a call in bytes: the bytes that it moves, or the equivalent of its floating point operations."""
+    """Return the size of a call in bytes: those that it moves, or if they are more, its flops converted to bytes."""
     return max(operation.nbytes, operation.flops / FLOPS_PER_BYTE)
 
 
 def estimated_seconds(traces: Iterable[Trace], timed: Mapping[str, float]) -> dict[str, float]:
-    """Return estimated seconds of operations that were not timed, from timed ones of the same name and dtype.
+    """Return estimated seconds of the operations that were not timed, from similar ones that were, by `operation_key`.
 
-    `timed` and the result are by `operation_key`. The rate is interpolated between the two operations that are nearest in size.
-    Convolutions have rates of their own for each size of their kernels: those of 1 x 1 move bytes, those of 3 x 3 compute.
+    `timed` has the measured seconds by that key. Similar operations have the same name and dtype; the rate is interpolated between the two
+    that are nearest in size. Convolutions have separate rates for each size of their kernels: those of 1 x 1 are limited by memory, those
+    of 3 x 3 by computing.
     """
     rates: dict[tuple[str, ...], dict[float, float]] = {}
     operations = [one for one in distinct(traces) if _work(one)]
@@ -145,7 +147,7 @@ def estimated_seconds(traces: Iterable[Trace], timed: Mapping[str, float]) -> di
 
 
 def _alike(operation: Operation) -> list[tuple[str, ...]]:
-    """Return the keys of operations that are expected to run at the same rate, a narrow key first, then a wider one.
+    """Return the keys under which operations of about the same rate are collected, the narrow key first.
 
     A key has the name, the dtype and, for a convolution, the size of the kernel.
     """
@@ -161,14 +163,14 @@ def _is_recurrent(operation: Operation) -> bool:
 
 
 def _empty_operations(call: Callable[[], object]) -> float:
-    """Return the host time of a call, in units of the host time of an empty operation."""
+    """Return the host time of `call()` as a multiple of that of an empty operation."""
     return median(_host_seconds(call, ISSUED_CALLS) / empty_operation("cuda", EMPTY_CALLS) for _ in range(ISSUES))
 
 
 def _least_host_seconds(call: Callable[[], object]) -> float:
-    """Return the least host seconds of several calls.
+    """Return the host seconds of the quickest of several calls.
 
-    Calls are some time apart, since a busy moment of a shared host makes all calls within it longer.
+    There are pauses between them, since a busy moment of a shared host makes all calls in it longer.
     """
     least = inf
     for _ in range(LAUNCHES):
@@ -179,7 +181,6 @@ def _least_host_seconds(call: Callable[[], object]) -> float:
 
 
 def _host_seconds(call: Callable[[], object], num_calls: int) -> float:
-    """Return the host seconds of one call, as the mean over `num_calls` calls in a row."""
     torch.cuda.synchronize()
     begun = time.perf_counter()
     for _ in range(num_calls):
@@ -188,10 +189,10 @@ def _host_seconds(call: Callable[[], object], num_calls: int) -> float:
 
 
 def _recurrent_seconds(operation: Operation, device: str) -> float:
-    """Return the device seconds of an RNN's call, extrapolated from two short sequences.
+    """Return the device seconds of a call of an RNN, extrapolated from two short sequences.
 
-    In a call with a long one, the device would wait for the host between kernels. The least of several measurements counts, since a busy
-    host may issue the kernels too late.
+    In a call with a long sequence, the device would wait for the host between kernels. Each is the least of several measurements, since a
+    busy host may issue the kernels too late.
     """
     (x, *others), _ = json.loads(operation.arguments)
     (dtype, (length, *sizes), strides), (num_layers, directions) = x["t"], others[-2:]
@@ -206,7 +207,7 @@ def _recurrent_seconds(operation: Operation, device: str) -> float:
 
 
 def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
-    """Yield each different operation of the traces, and of other traces that these contain, once."""
+    """Yield each different operation of `traces`, and of the variants of the step that they contain, once."""
     seen: set[str] = set()
     for trace in traces:
         for step in (trace, trace.without_packing, trace.unmodified):
@@ -216,9 +217,9 @@ def distinct(traces: Iterable[Trace]) -> Iterator[Operation]:
 
 
 def _seconds(operation: Operation, device: str) -> tuple[float, float | None] | None:
-    """Return the measured device seconds and host time of a call; None if it cannot be repeated, or does not fit the memory.
+    """Return the measured (device seconds, host time) of a call; None if it cannot be repeated here.
 
-    The host time is a multiple of an empty operation, in seconds for RNNs, and None on the CPU.
+    The host time is a multiple of that of an empty operation; for RNNs it is in seconds, and on the CPU it is None.
     """
     try:
         call = repeated_call(operation, device)
@@ -236,7 +237,7 @@ def _seconds(operation: Operation, device: str) -> tuple[float, float | None] | 
 
 
 def repeated_call(operation: Operation, device: str) -> Callable[[], object] | None:
-    """Return a function that repeats a traced operation on new tensors; None for an operation of another library."""
+    """Return a function that calls a traced operation again, on new tensors; None if it is not one of torch's."""
     args, kwargs = json.loads(operation.arguments)
     bound = max(_index_bound(operation.op, args), 1)
     values, named = _values(args, device, bound), _values(kwargs, device, bound)
@@ -277,7 +278,7 @@ def _recurrent(x: Tensor, kind: str, width: int, num_layers: int, directions: in
 
 
 def _index_bound(op: str, args: list[Any]) -> int:
-    """Return the exclusive upper bound of the integers among a call's arguments, which index a dimension."""
+    """Return a number that the integers among a call's arguments must be below, since they index a dimension."""
     name = op.removeprefix("aten.").partition(".")[0].strip("_")
     if name == "embedding_dense_backward":
         return args[2]  # rows of the table
@@ -290,7 +291,7 @@ def _index_bound(op: str, args: list[Any]) -> int:
 
 
 def _smallest_side(args: Any) -> int:
-    """Return the smallest size of any dimension of a call's float tensors with two or more dimensions."""
+    """Return the smallest size of a dimension among a call's float tensors, without those of one dimension."""
     sides = [side for dtype, shape, _ in _tensors(args) if len(shape) > 1 and "float" in dtype for side in shape]
     return max(min(sides, default=DEFAULT_BOUND), 1)
 
@@ -305,7 +306,7 @@ def _tensors(value: Any) -> Iterator[tuple[str, list[int], list[int]]]:
 
 
 def _values(value: Any, device: str, bound: int) -> Any:
-    """Return the arguments of a traced call from their JSON, with new tensors; integers are random numbers below `bound`."""
+    """Return a call's arguments from their JSON `value`, with new random tensors; integers are below `bound`."""
     if isinstance(value, list):
         return [_values(part, device, bound) for part in value]
     if not isinstance(value, dict):

@@ -1,11 +1,11 @@
-"""The state tensors that an optimizer stores for each parameter, from its name, its rule, or a step on a tiny parameter.
+"""Finds the state tensors that an optimizer stores for each parameter, from its name, its rule, or a step on a tiny parameter.
 
 Optimizers of `paredown.optim` have a `rule`, which lists the roles of their moments; no step is run. Their moments are traced unpacked,
 and plans assign formats to them. For any other instance, one step on a tiny parameter shows which tensors it stores, and of what shape.
 
-"muon" stores one moment of each matrix of a hidden layer, and as "adamw" two of the others: parameters that are not matrices, and those of
-`paredown.optim.embeddings_and_head(model)`. Its step orthogonalizes one matrix at a time, in two bfloat16 copies and two squares of the
-shorter side: `matrix_bytes`, under every plan.
+"muon" stores one moment for each matrix of a hidden layer, and like "adamw" two for the other parameters: those that are not matrices, and
+those of `paredown.optim.embeddings_and_head(model)`. Its step orthogonalizes one matrix at a time, in two bfloat16 copies and two squares
+of the shorter side: `matrix_bytes`, under every plan.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PRIMES: tuple[int, ...] = (2, 3, 5, 7, 11, 13, 17, 19)
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A tensor of optimizer state: the parameter that it belongs to, its role, shape and dtype."""
+    """A tensor that an optimizer stores for one parameter, such as its first moment."""
 
     parameter: str
     role: Role
@@ -49,15 +49,15 @@ class StateTensor:
 
     @property
     def name(self) -> str:
-        """The name of the tensor's slot in a trace."""
+        """Return the name of the tensor in a trace: that of the parameter, with `suffix` if there is one."""
         return f"{self.parameter}.{self.suffix}" if self.suffix else self.parameter
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The tensors that an optimizer stores, and the memory that its step allocates and frees.
+    """All tensors that an optimizer stores from step to step, and the memory that its step allocates and frees.
 
-    `transient_bytes`: of a step of torch.optim with nothing packed. `matrix_bytes`: of a step of Muon under every plan.
+    `transient_bytes` is that memory for a step of torch.optim with nothing packed, `matrix_bytes` that of a step of Muon under every plan.
     """
 
     name: str
@@ -69,7 +69,7 @@ class OptimizerState:
 
 
 def state_of_optimizer(optimizer: Any, parameters: dict[str, nn.Parameter], device: str, model: nn.Module) -> OptimizerState:
-    """Return the state that an optimizer (a name, an instance, or None for no optimizer) stores for the trained parameters."""
+    """Return the state that `optimizer` (a name, an instance, or None) stores for the trained ones of `parameters`."""
     if optimizer is None:
         return OptimizerState("", (), 0)
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -90,9 +90,9 @@ def state_of_optimizer(optimizer: Any, parameters: dict[str, nn.Parameter], devi
 
 
 def _rules_by_name(optimizer: str, trained: dict[str, nn.Parameter], model: nn.Module) -> dict[str, str]:
-    """Return the update rule of each parameter, by the name of the parameter.
+    """Return the name of the update rule of each parameter in `trained`, by the parameter's name.
 
-    Under "muon", parameters that are not matrices of hidden layers have "adamw".
+    With "muon", parameters that are not matrices of hidden layers get "adamw".
     """
     if optimizer != "muon":
         return dict.fromkeys(trained, optimizer)
@@ -101,7 +101,7 @@ def _rules_by_name(optimizer: str, trained: dict[str, nn.Parameter], model: nn.M
 
 
 def _matrix_bytes(matrices: Iterable[Tensor]) -> int:
-    """Return the bytes of temporaries that Muon needs for the largest of these matrices."""
+    """Return the bytes of temporaries that a step of Muon needs for the largest of `matrices`."""
     return max((4 * p.numel() + 4 * min(p.shape) ** 2 for p in matrices), default=0)
 
 
@@ -124,10 +124,10 @@ def _state_of_instance(optimizer: torch.optim.Optimizer, trained: dict[str, nn.P
 
 
 def _state_by_rule(optimizer: Any, held: dict[str, nn.Parameter], device: str, notes: list[str]) -> OptimizerState:
-    """Return the state, unpacked, of an optimizer of `paredown.optim`.
+    """Return the state of an optimizer of `paredown.optim`, unpacked, by the roles that its update rule lists.
 
-    It has torch.optim's dtypes if torch has that optimizer, else float32. `held`: the optimizer's parameters by name. `notes`: notes for
-    the trace.
+    Its dtypes are those of torch.optim if torch has that optimizer, else float32. `held` are the optimizer's parameters by name; a note may
+    be added to `notes`.
     """
     releases = bool(getattr(getattr(optimizer, "memory", None), "release", False))
     uses_torch = getattr(optimizer, "torch_class", None) is not None and not releases
@@ -147,7 +147,7 @@ def _state_by_rule(optimizer: Any, held: dict[str, nn.Parameter], device: str, n
 
 
 def _state_of_tiny_parameter(optimizer: torch.optim.Optimizer, rank: int) -> dict[str, Tensor]:
-    """Return the state tensors, by name, after one step of a copy of the optimizer on a tiny parameter of `rank` dimensions."""
+    """Return the tensors that the optimizer stores, by name, for a tiny parameter of `rank` dimensions."""
     kind = type(optimizer)
     accepted = inspect.signature(kind.__init__).parameters
     options = {name: value for name, value in optimizer.param_groups[0].items() if name in accepted and name not in NOT_COPIED}
@@ -159,7 +159,7 @@ def _state_of_tiny_parameter(optimizer: torch.optim.Optimizer, rank: int) -> dic
 
 
 def _scaled(parameter: str, p: Tensor, tiny_state: dict[str, Tensor]) -> Iterator[StateTensor]:
-    """Yield the state tensors of a parameter by analogy with those of a tiny parameter of the same rank."""
+    """Yield the state tensors of the parameter `p`; `tiny_state` has those of a tiny parameter of the same rank."""
     sizes = dict(zip(PRIMES, p.shape, strict=False))
     seen_roles: set[Role] = set()
     for name, value in tiny_state.items():
@@ -170,7 +170,7 @@ def _scaled(parameter: str, p: Tensor, tiny_state: dict[str, Tensor]) -> Iterato
 
 
 def _transient(optimizer: torch.optim.Optimizer, held: dict[str, nn.Parameter], device: str) -> int:
-    """Return the bytes that one optimizer step allocates and frees for the parameters `held`."""
+    """Return the bytes that a step of a torch.optim optimizer allocates and frees, for the parameters `held`."""
     group = optimizer.param_groups[0]
     if group.get("fused"):
         return 0

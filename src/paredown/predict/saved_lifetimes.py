@@ -1,10 +1,10 @@
 """Records when each tensor that autograd saves would be packed, decoded and released, by packing hooks on a step of fake tensors.
 
-In a traced step, every saved tensor that can be packed is: the fake tensor is dropped, and a new one is allocated when backward unpacks
-it. So one step records when the original is freed if only its packed copy is stored, and `footprint` can replay the step under any
-plan. The units of storage are those of a session: one `SavedStorage` for each storage and version (or for a view that is a small part
-of its storage), with one `StoredPart` for each use. Weights, and casts of weights, are recorded in the same way: where a weight is
-stored packed, backward gets it decoded.
+In a traced step, every saved tensor that can be packed is packed: the fake tensor is dropped, and a new one is allocated when backward
+unpacks it. So one step records when the original is freed if only its packed copy is stored, and `footprint` can replay the step under any
+plan. The units of storage are those of a session: one `SavedStorage` for each storage and version (or for a view that is a small part of
+its storage), with one `StoredPart` for each use. Weights, and casts of weights, are recorded in the same way: if a weight is stored packed,
+backward gets it decoded.
 
 What an operation's backward needs of the tensors that it saves is the table of autograd/operations.py.
 """
@@ -38,9 +38,10 @@ OUTSIDE = "it is outside of the model"
 
 @dataclass(eq=False)
 class StoredPart:
-    """The packed data of a saved tensor for one use in backward, and how often autograd holds it (`handles`).
+    """The packed data of a saved tensor for one use in backward, such as values or signs, in a traced step.
 
-    `packed`, `released`: the ticks at which it is packed and freed. `bound`: all integers are below it; None if unknown.
+    `handles` counts how often autograd holds it. `packed` and `released` are the times (ticks) at which it is packed and freed. If it is
+    integers, all are below `bound`, which is None if unknown.
     """
 
     use: Use
@@ -53,7 +54,7 @@ class StoredPart:
 
 @dataclass(eq=False)
 class SavedStorage:
-    """A storage that operations saved for backward, or a small view of one, which becomes a slot of the trace."""
+    """A torch storage, or a small view of one, that operations saved for backward: one saved tensor of the trace."""
 
     allocation: Allocation
     shape: tuple[int, ...]
@@ -69,22 +70,22 @@ class SavedStorage:
 
     @property
     def packable_bytes(self) -> int:
-        """The bytes of the values that a plan could pack."""
+        """Return the bytes of the unpacked values that a plan could pack."""
         return self.numel * self.dtype.itemsize
 
     @property
     def becomes_result(self) -> bool:
-        """Whether a session multiplies in place in the decoded copy, so that the product needs no memory."""
+        """Return whether the operation that reads the decoded copy in backward writes its result into it."""
         return self.in_second_pass and [saver.op for saver in self.savers] == ["mul"]
 
     @property
     def first(self) -> int:
-        """The index of the operation that names the slot: the first one that needs the values, otherwise 0."""
+        """Return the index in `savers` of the operation that names the tensor: the first that needs values, else 0."""
         return next((i for i, saver in enumerate(self.savers) if saver.use is Use.VALUE), 0)
 
 
 class SavedHandle:
-    """The object that autograd holds in place of a saved tensor while a step is traced."""
+    """What autograd holds in place of a saved tensor while a step is traced, as if the tensor were packed."""
 
     def __init__(self, recorder: Recorder, unit: SavedStorage, part: StoredPart, tensor: Tensor) -> None:
         self._recorder, self.unit, self._part = recorder, unit, part
@@ -95,7 +96,7 @@ class SavedHandle:
         part.handles += 1
 
     def tensor(self) -> Tensor:
-        """Return a tensor for backward in place of the saved one: the last decoded copy, or a new one."""
+        """Return the tensor that backward gets in place of the saved one: the last decoded copy, or a new one."""
         return self._recorder.decode(self.unit, self._part).as_strided(*self._view)
 
     def __del__(self) -> None:
@@ -104,7 +105,10 @@ class SavedHandle:
 
 
 class Recorder:
-    """Records when each tensor that autograd saves in a fake step would be packed, decoded and freed."""
+    """Records when each tensor that autograd saves in a traced step would be packed, decoded and freed.
+
+    It holds a small object in place of each tensor. `units` become the trace's saved tensors.
+    """
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -117,9 +121,9 @@ class Recorder:
         self._sources: dict[int, tuple[Any, SavedStorage, torch.Size, tuple[int, ...]]] = {}
 
     def saved(self, saved: Saved, *, outside: str = "") -> None:
-        """Record a saved tensor, and make autograd hold a handle in its place.
+        """Record a saved tensor, and make autograd hold a `SavedHandle` in its place.
 
-        `outside` is a name prefix for tensors saved outside of the model, as by the loss; those are never packed.
+        `outside` is a name prefix for tensors that are saved outside of the model, as by the loss; these are never packed.
         """
         if saved.tensor is None:
             self.hooked[saved.module] += 1
@@ -141,7 +145,7 @@ class Recorder:
             self._pack(saved, saved.tensor, use, unit)
 
     def second_pass(self) -> Store:
-        """Return a function that records what a checkpointed layer saves when backward runs it again."""
+        """Return a function that records tensors that checkpointed layers save when their forward runs again."""
         return self._saved_again
 
     def _saved_again(self, saved: Saved) -> SavedHandle | None:
@@ -153,7 +157,7 @@ class Recorder:
         return captured.packed
 
     def entered(self, path: str, args: Any) -> None:
-        """Record the arguments of a module: if it were checkpointed, they would be stored until backward."""
+        """Record which tensors are arguments of a call of the module `path`, as checkpointing it would store them."""
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         for number, tensor in enumerate(tensors):
             allocation = self.timeline.find(tensor) if tensor.requires_grad else None
@@ -173,21 +177,21 @@ class Recorder:
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
     def weight_parts(self, allocation: Allocation | None, end: int) -> tuple[Part, ...]:
-        """Return when backward needs the weight, or cast of a weight, in this allocation decoded, as one part; empty if it does not.
+        """Return a `Part` with the times at which backward needs a weight decoded; () if it never does.
 
-        `end`: the last tick of the step.
+        `end` is the last tick of the step.
         """
         saved = self.weights.get(allocation) if allocation is not None else None
         return () if saved is None else (_part(saved[1], end),)
 
     def end_forward(self) -> None:
-        """Mark the saved tensors to which other code refers after forward: packing them would not free memory."""
+        """Mark saved tensors that other code still holds after forward, since packing them would free no memory."""
         for unit in self.units:
             if unit.allocation.death is None and not unit.stays:
                 unit.stays = HELD
 
     def leave_small(self) -> None:
-        """Mark the smallest saved tensors, which sessions on a GPU leave unmodified."""
+        """Mark the smallest saved tensors as unmodified under every plan, since sessions on a GPU do not pack them."""
         units = [unit for unit in self.units if not unit.stays and not unit.in_second_pass]
         largest = max_left_bytes([unit.packable_bytes for unit in units])
         for unit in units:
@@ -206,12 +210,12 @@ class Recorder:
         return unit
 
     def _is_signed_by(self, node: Any, unit: SavedStorage) -> bool:
-        """Return whether the ReLU with this autograd node (None: no ReLU) saved this storage."""
+        """Return whether `node`, the autograd node of a ReLU (None: there is none), saved the storage `unit`."""
         entry = self._sources.get(node._sequence_nr()) if node is not None else None
         return entry is not None and entry[0] is node and entry[1] is unit
 
     def _source(self, saved: Saved, unit: SavedStorage) -> SavedStorage | None:
-        """Return the saved storage from which a session would recompute `saved` in backward; None if there is none."""
+        """Return the stored tensor from which a session would recompute `saved`; None if there is none."""
         tensor = saved.tensor
         rematerialization = rematerialization_of(tensor) if tensor is not None and unit.is_whole else None
         while tensor is not None and rematerialization is not None:
@@ -237,7 +241,7 @@ class Recorder:
         return origin
 
     def _source_of(self, node: Any) -> tuple[Any, SavedStorage, torch.Size, tuple[int, ...]] | None:
-        """Return the operand that a node saved, as (node, storage, size, strides); None if it is not stored."""
+        """Return the tensor that a node saved, as (node, storage, size, strides); None if it is not stored."""
         handle = stored_operand(node)
         return (node, handle.unit, *handle.layout) if handle is not None else self._sources.get(node._sequence_nr())
 
@@ -251,9 +255,9 @@ class Recorder:
         saved.raw.register_hooks(lambda tensor: SavedHandle(self, unit, part, tensor), SavedHandle.tensor)
 
     def decode(self, unit: SavedStorage, part: StoredPart) -> Tensor:
-        """Return a flat fake tensor in place of the decoded values of a stored part.
+        """Return a flat fake tensor that stands for the decoded values of `part`.
 
-        While a decoded copy of values is live, it is returned again; bits and integers are decoded for each use.
+        If a decoded copy of values still exists, it is returned; bits and integers are decoded anew for each use.
         """
         last = part.decoded[-1] if part.decoded else None
         if last is not None and last.death is None and part.use is Use.VALUE:
@@ -267,12 +271,12 @@ class Recorder:
 
 
 def _is_float_mask(saved: Saved, allocation: Allocation) -> bool:
-    """Return whether a saved tensor is the mask of dropout on the CPU: random bits stored as floats, without a gradient."""
+    """Return whether a saved tensor is the mask of dropout on the CPU, which is random bits stored as floats."""
     return saved.op == "mul" and allocation.op == RANDOM_BITS and saved.tensor is not None and not saved.tensor.requires_grad
 
 
 def reason_not_packed(saved: Saved, unit: SavedStorage) -> str:
-    """Return why no plan can pack a saved tensor; "" if a plan can."""
+    """Return the reason why no plan can pack a saved tensor; "" if a plan can."""
     itemsize = unit.dtype.itemsize
     if unit.numel < MIN_PACKED_NUMEL:
         return f"it has fewer than {MIN_PACKED_NUMEL} values"
@@ -289,9 +293,9 @@ def reason_not_packed(saved: Saved, unit: SavedStorage) -> str:
 
 
 def slots_of(recorder: Recorder, names: dict[Allocation, str], end: int) -> list[Slot]:
-    """Return a slot for each saved storage and for each cast of a weight that backward needs.
+    """Return the trace's entries for all saved storages, and for all casts of weights that backward needs.
 
-    `names` maps the allocations of weights to their names. `end`: the last tick of the step.
+    `names` maps the allocations of weights to their names. `end` is the time at which the step ends.
     """
     numbers: dict[Allocation, int] = {}
     slots = [_slot(unit, numbers.setdefault(unit.allocation, len(numbers)), end) for unit in recorder.units]
@@ -318,7 +322,7 @@ def slots_of(recorder: Recorder, names: dict[Allocation, str], end: int) -> list
 
 
 def held_slots(held: Iterable[Allocation], end: int) -> list[Slot]:
-    """Return a slot for each tensor that lives when backward begins and that autograd's graph does not hold."""
+    """Return the trace's entries of the allocations `held`, which exist before backward outside of autograd's graph."""
     counts: Counter[str] = Counter()
     slots: list[Slot] = []
     for number, allocation in enumerate(held):
@@ -371,10 +375,7 @@ def _slot(unit: SavedStorage, number: int, end: int) -> Slot:
 
 
 def _baseline_death(dropped: int, parts: tuple[Part, ...]) -> int:
-    """Return the tick at which a saved tensor is freed in the baseline, where nothing is packed.
-
-    `dropped`: the tick at which the original is freed if it is packed.
-    """
+    """Return the time at which a saved tensor is freed in the baseline; `dropped` is that if it is packed."""
     return max([dropped, *(part.released for part in parts), *(end for part in parts for _, end in part.decoded)])
 
 

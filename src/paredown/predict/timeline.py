@@ -1,4 +1,4 @@
-"""`Timeline`: when each storage of a step is allocated and freed, in ticks; every operation of the step is one tick.
+"""A `Timeline` records when each storage of a step is allocated and freed, in ticks; every operation of the step is one tick.
 
 A `Timeline` intercepts each operation on (fake) tensors. A storage that it has not seen before becomes an `Allocation`, born at that
 tick; a weak reference reports when its last tensor is freed. An allocation is live from `birth` to `death`, both included: a storage
@@ -8,9 +8,9 @@ that is freed at a tick was still allocated while the operation of that tick ran
     7     addmm     h  (4 KiB)
     8     relu      r  (4 KiB)   h               at tick 8 both are live: 8 KiB
 
-It also counts what every operation computes and moves (`Operation`): floating point operations by torch's formulas, bytes of all tensors
-that it reads and writes, and its arguments as JSON, [positional, keywords]. In it a tensor is {"t": [dtype, shape, strides]} and a dtype,
-layout or memory format {"o": its name}; devices are left out. Views, which run no kernel, are only counted.
+It also counts the flops of every operation by torch's formulas (`Operation`), the bytes of all tensors that it reads and writes, and its
+arguments as JSON, [positional, keywords]. There a tensor is {"t": [dtype, shape, strides]}, and a dtype, layout or memory format is {"o":
+its name}; devices are left out. Views, which run no kernel, are only counted.
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
@@ -38,10 +38,8 @@ from paredown.roles import Role
 
 DEVICE, DETACH = torch.ops.prim.device.default, torch.ops.aten.detach.default  # these two are not counted as ticks
 ADD, CAST = torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default
-BERNOULLI, RANDOM_BITS = (
-    torch.ops.aten.bernoulli_.float,
-    "bernoulli_",
-)  # dropout on the CPU: the mask is allocated empty, then filled
+# dropout on the CPU: the mask is allocated empty, then filled
+BERNOULLI, RANDOM_BITS = torch.ops.aten.bernoulli_.float, "bernoulli_"
 # operations beside views that run no kernel
 ALLOCATES = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"})
 WITHOUT_KERNEL = ALLOCATES | {"_unsafe_view"}
@@ -52,10 +50,10 @@ OBJECTS = (torch.dtype, torch.layout, torch.memory_format)
 
 @dataclass(eq=False)
 class Allocation:
-    """A storage of the step: its bytes, its lifetime in operations of the step, and the operation that allocated it.
+    """A torch storage that exists during the step: its bytes, its lifetime in ticks, and what allocated it.
 
-    `merges`: if the storage is the sum of two gradients that autograd added, these gradients. `cast_of`: the allocation that this one is a
-    copy of in another dtype, as autocast makes of weights.
+    `merges` are the two gradients whose sum it is, if autograd added it up. `cast_of` is the allocation of which it is a copy in another
+    dtype, as autocast makes of weights.
     """
 
     nbytes: int
@@ -69,15 +67,14 @@ class Allocation:
     used: int = -1  # tick of the last operation that read it
     merges: tuple[Allocation, ...] = ()
     cast_of: Allocation | None = None
-    owner: Any = None  # a Role, or the stored part that was decoded into it; None for an output of an operation
-    views: list[weakref.ref[Tensor]] = field(
-        default_factory=list[weakref.ref[Tensor]]
-    )  # tensors on this storage, if it has an owner
-    uses: list[int] = field(default_factory=list[int])  # of a weight: ticks of the operations that read it
-    inputs: list[str] = field(default_factory=list[str])  # slot names as the input of modules, if those were checkpointed
+    owner: Any = None  # a Role, or the packed data (`StoredPart`) that was decoded into it; None for an output of an operation
+    # tensors on this storage, if it has an owner
+    views: list[weakref.ref[Tensor]] = field(default_factory=list[weakref.ref[Tensor]])
+    uses: list[int] = field(default_factory=list[int])  # for a weight: ticks of the operations that read it
+    inputs: list[str] = field(default_factory=list[str])  # the names that it has as the input of modules, if those are checkpointed
 
     def tensor(self) -> Tensor | None:
-        """Return a live tensor on this storage; None if there is none."""
+        """Return an existing tensor on this storage; None if there is none."""
         return next((tensor for view in self.views if (tensor := view()) is not None), None)
 
     def happens_in_place(self) -> bool:
@@ -87,9 +84,9 @@ class Allocation:
 
 @final
 class Timeline(TorchDispatchMode):
-    """A dispatch mode that records the lifetime of every storage, in ticks: every operation is one tick.
+    """A torch dispatch mode that records the lifetime of every storage, in ticks; each operation is one tick.
 
-    `where` returns the path of the module whose forward is running. Workspaces of operations on `device` are recorded too.
+    `where` returns the path of the module whose forward is running. Workspaces that operations allocate on `device` are recorded too.
     """
 
     def __init__(self, where: Callable[[], str], *, device: str = "cpu") -> None:
@@ -97,15 +94,14 @@ class Timeline(TorchDispatchMode):
         self._workspaces = WORKSPACES[device]
         self.current_tick, self.phase, self.last_op, self.last_module = 0, "forward", "", ""
         self.allocations: list[Allocation] = []
-        self._operations: dict[Operation, int] = {}  # -> number of calls
+        self._operations: dict[Operation, int] = {}  # operation -> number of calls
         self._where = where
         self._live: dict[int, Allocation] = {}
         self._owner: Any = None
         self._is_paused = False
         self._modules: list[tuple[int, str]] = [(-1, "")]  # (first sequence number of autograd nodes, module that made them)
-        self.node_ticks: dict[
-            int, tuple[int, int]
-        ] = {}  # sequence number of an autograd node -> ticks of its operations in backward
+        # sequence number of an autograd node -> first and last tick of its operations in backward
+        self.node_ticks: dict[int, tuple[int, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # function modes see calls of the model alone: an 8B LoRA step is traced in 15 % less time
@@ -147,7 +143,6 @@ class Timeline(TorchDispatchMode):
             allocation.views.append(weakref.ref(value))
 
     def _record_workspace(self, nbytes: int, module: str) -> None:
-        """Record memory that the current operation allocates and frees."""
         if nbytes:
             self.allocations.append(
                 Allocation(nbytes, self.current_tick, self.last_op, module, self.phase, (nbytes,), "uint8", death=self.current_tick)
@@ -172,7 +167,7 @@ class Timeline(TorchDispatchMode):
         self._count_kernel(str(func), tensors, flops_of(func, args, kwargs, out), _arguments_json(args, kwargs), module)
 
     def record_kernel(self, name: str, tensors: list[Tensor], flops: int, arguments: Any) -> None:
-        """Record one CUDA kernel in place of the operations that a fake tensor runs. `arguments`: those to repeat the kernel with."""
+        """Record that a CUDA kernel ran, for a stand-in on fake tensors; `arguments` serve to repeat the call."""
         self._count_kernel(name, tensors, flops, _arguments_json(arguments, {}), self.module())
 
     def _count_kernel(self, op: str, tensors: list[Tensor], flops: int, arguments: str, module: str) -> None:
@@ -184,13 +179,13 @@ class Timeline(TorchDispatchMode):
         self._operations[operation] = self._operations.get(operation, 0) + 1
 
     def operations(self) -> tuple[Operation, ...]:
-        """Return the operations that ran so far, with equal calls counted in one row."""
+        """Return the operations that ran so far, where equal calls are one entry with their number."""
         return tuple(replace(operation, count=count) for operation, count in self._operations.items())
 
     def module(self) -> str:
-        """Return the path of the module that the current operation belongs to.
+        """Return the path of the module to which the current operation belongs.
 
-        In backward, it is the module whose forward created the running node.
+        In backward, it is the module whose forward created the autograd node that runs.
         """
         if self.phase != "backward":
             path = self._where()
@@ -203,14 +198,15 @@ class Timeline(TorchDispatchMode):
         return self._modules[bisect_right(self._modules, number, key=lambda pair: pair[0]) - 1][1]
 
     def tick(self) -> int:
-        """Count one event that is no operation, such as packing, and return its tick."""
+        """Advance the time by one tick for an event that is no operation, such as packing, and return that tick."""
         self.current_tick += 1
         return self.current_tick
 
     def add(self, tensor: Tensor, *, op: str, module: str, owner: Any = None) -> Allocation:
-        """Record the storage of a tensor that is new, and return its allocation.
+        """Record the storage of a new tensor, and return its allocation.
 
-        `op`, `module`: what allocated it. `owner`: a Role, or the stored part that is decoded into the storage.
+        `op` and `module` are the operation and the module that allocated it. `owner` is a Role, or the `StoredPart` that is decoded into
+        it.
         """
         storage = tensor.untyped_storage()
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
@@ -223,12 +219,12 @@ class Timeline(TorchDispatchMode):
         return allocation
 
     def find(self, tensor: Tensor) -> Allocation | None:
-        """Return the allocation of a tensor's storage; None if it was not recorded."""
+        """Return the allocation of a tensor's storage; None if the storage was not recorded."""
         return self._live.get(tensor.untyped_storage()._cdata)
 
     @contextmanager
     def owned_by(self, owner: Any) -> Generator[None]:
-        """Return a context in which new storages belong to `owner`."""
+        """Return a context in which new storages are recorded with this `owner`, a Role or a `StoredPart`."""
         before, self._owner = self._owner, owner
         try:
             yield
@@ -245,11 +241,11 @@ class Timeline(TorchDispatchMode):
             self._is_paused = before
 
     def live(self) -> list[Allocation]:
-        """Return the allocations that exist at the current tick."""
+        """Return the allocations that exist now."""
         return list(self._live.values())
 
     def record_free(self, cdata: int) -> None:
-        """Record that the storage with this address of its C++ object was freed at the current tick."""
+        """Record that a storage is freed now; `cdata` is the address of its C++ object."""
         self._live.pop(cdata).death = self.current_tick
 
 
@@ -260,9 +256,9 @@ def _record_free(reference: weakref.ref[Timeline], cdata: int) -> None:
 
 
 def _arguments_json(args: Any, kwargs: Any) -> str:
-    """Return the arguments of an operation as JSON, with which it can be repeated; "" if that is impossible.
+    """Return an operation's arguments as JSON from which the call can be repeated; "" if that is impossible.
 
-    It is "" if they hold other values than tensors, numbers, texts and dtypes, or are long.
+    It is "" if there are values other than tensors, numbers, texts and dtypes, or if the text would be long.
     """
     try:
         text = json.dumps([_json_value(args), {name: _json_value(value) for name, value in kwargs.items()}], separators=(",", ":"))

@@ -1,9 +1,10 @@
-"""`token_modules`: the modules of a traced step that can run over pieces of the sequence, and the memory of a piece.
+"""`token_modules` finds the modules of a traced step that can run over pieces of the sequence, and the memory of a piece.
 
-`TracedCalls` records each call of a module with gradients: the ticks of its forward and of its backward, and what it gets. After the step,
-each module that was called once runs the operations of a session (session/tiles.py) on fake tensors: those that decide whether it acts on
-tokens one by one, then forward and second pass of two pieces, with two lengths of a piece. Between these the bytes at each tick grow by the
-number of tokens, so that two lengths give them for all. Modules of the same class, sizes and arguments are looked at once.
+`TracedCalls` records each call of a module with gradients: the ticks of its forward and of its backward, and its arguments. After the step,
+each module that was called once runs the operations of a session (session/tiles.py) on fake tensors: first those that decide whether it
+acts on tokens one by one, then the forward and second pass of two pieces, for two lengths of a piece. The bytes at each tick grow linearly
+with the number of tokens, so that two lengths determine them for all lengths. Modules of the same class, sizes and arguments are looked at
+once.
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
@@ -34,7 +35,7 @@ LENGTHS = PRIMES[4], PRIMES[12]  # tokens of pieces
 
 
 class InputShape(NamedTuple):
-    """The shape and dtype of a module's input, and whether it requires a gradient."""
+    """The shape and dtype of a module's input tensor, and whether the input requires a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -43,10 +44,10 @@ class InputShape(NamedTuple):
 
 @dataclass
 class TracedCall:
-    """A record of one call of a module: its first and last tick, its first and last autograd node by number, and its arguments.
+    """A record of one call of a module: when it ran, the numbers of its autograd nodes, and its arguments.
 
-    `x`: the shape of its input, None if it gets not exactly one tensor, as first argument. `rest`: its other arguments. `num_tensors`:
-    tensors among its arguments, -1 if there are values of other types than numbers and texts.
+    `x` describes the module's input, if the module gets exactly one tensor, as first argument; else it is None. `rest` are its other
+    arguments. `num_tensors` counts the tensors among all arguments, and is -1 if there are values of other types than numbers and texts.
     """
 
     module: nn.Module
@@ -63,7 +64,7 @@ class TracedCall:
 class TracedCalls:
     """Records the calls of modules with parameters in the forward pass of a traced step.
 
-    `device`: the device for which the step is traced.
+    `device` is the device for which the step is traced. `token_modules` decides by the calls which modules can run in pieces.
     """
 
     def __init__(self, model: nn.Module, timeline: Timeline, device: str) -> None:
@@ -74,7 +75,7 @@ class TracedCalls:
 
     @contextmanager
     def recording(self) -> Generator[None]:
-        """Return a context in which calls are recorded."""
+        """Return a context in which calls of modules are recorded."""
         handles: list[Any] = []
         for module in self._paths:
             if next(module.parameters(), None) is not None and not isinstance(module, torch.jit.ScriptModule):
@@ -108,9 +109,9 @@ class TracedCalls:
 
 
 def token_modules(step: Any, known: dict[Any, str | tuple[PieceBytes, PieceBytes]]) -> tuple[TokenModule, ...]:
-    """Return a row for each module that a traced step called once with gradients: whether it can run in pieces, with which memory.
+    """Return, for each module that a step called once, whether it can run over pieces, and the memory of a piece.
 
-    `step`: a `FakeStep` that has run. `known`: results of other steps of the same model, to which those of this step are added.
+    Pieces are parts of the sequence. `step` must be a `FakeStep` that has run. `known` caches results for further traces of the same model.
     """
     calls = {path: made[0] for path, made in step.traced_calls.calls.items() if len(made) == 1 and made[0].end >= 0}
     again = step.traced_calls.called_again
@@ -134,14 +135,14 @@ def token_modules(step: Any, known: dict[Any, str | tuple[PieceBytes, PieceBytes
 
 
 def _key(call: TracedCall) -> Any:
-    """Return a key that is equal for calls that allocate the same memory."""
+    """Return a key that is equal for calls whose modules allocate the same memory, so that one of them is measured."""
     parameters = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in call.module.named_parameters())
     training = tuple(part.training for part in call.module.modules())
     return type(call.module), repr(call.module), parameters, call.x, call.num_tensors, repr(call.rest), call.autocast, training
 
 
 def _pieces(step: Any, call: TracedCall) -> str | tuple[PieceBytes, PieceBytes]:
-    """Return the bytes of a piece in forward and in the second pass, or a sentence on why the module must run whole."""
+    """Return the bytes of a piece of the sequence, in forward and in backward, or why the module must run whole."""
     if call.x is None:
         return OTHER_ARGUMENTS if call.num_tensors < 0 else ARGUMENTS.format(call.num_tensors)
     if len(call.x.shape) < 2 or not call.x.dtype.is_floating_point:
@@ -166,9 +167,9 @@ def _pieces(step: Any, call: TracedCall) -> str | tuple[PieceBytes, PieceBytes]:
 
 
 def _held(step: Any, call: TracedCall, run: Callable[[Tensor], Tensor], length: int) -> tuple[list[int], list[int]]:
-    """Return the bytes at each tick of the forward pass of two pieces of `length` tokens, and of their second pass.
+    """Return the bytes at each operation if two pieces of `length` tokens run, as two lists: forward and backward.
 
-    Whole inputs, outputs and gradients are left out.
+    Inputs, outputs and gradients of the whole sequence are left out.
     """
     assert call.x is not None
     shape = (*call.x.shape[:-2], 2 * length, call.x.shape[-1])
@@ -186,9 +187,9 @@ def _held(step: Any, call: TracedCall, run: Callable[[Tensor], Tensor], length: 
 
 
 def _bytes_by_tick(step: Any, there: list[Tensor], run: Callable[[], list[Any]]) -> tuple[list[int], list[Any]]:
-    """Return the bytes that `run` has allocated at each tick, except the first tensor that it returns, and its results.
+    """Return (bytes at each operation while `run()` runs, its results); bytes of the first result are left out.
 
-    `there`: tensors that exist before the call.
+    `there` are tensors that exist before the call and do not count.
     """
     timeline = Timeline(str, device=step.device)
     for tensor in there:
@@ -208,9 +209,9 @@ def _bytes_by_tick(step: Any, there: list[Tensor], run: Callable[[], list[Any]])
 
 
 def _piece_bytes(held: list[int], more: list[int]) -> PieceBytes:
-    """Return (fixed bytes, bytes per token) of the ticks that may be the peak of a piece for some length.
+    """Return (fixed bytes, bytes per token) of each operation that may be the peak of a piece of some length.
 
-    `held`, `more`: bytes at each tick for the shorter and the longer piece of LENGTHS.
+    `held` and `more` are the bytes at each operation for the shorter and the longer piece of LENGTHS.
     """
     pairs: set[tuple[int, int]] = set()
     for few, many in zip(held, more, strict=True):

@@ -1,4 +1,4 @@
-"""`trace_step`: every tensor that one training step stores, from a step on fake tensors that needs neither data nor memory for weights.
+"""`trace_step` finds every tensor that a training step stores, by a step on fake tensors that needs neither data nor memory for weights.
 
 Every tensor that autograd saves is a slot with a name, and so are parameters, gradients, optimizer state, buffers and inputs. One step on
 fake tensors (predict/fake/fake_step.py) records the lifetime of each; `footprint(trace, plan)` is arithmetic on the result.
@@ -51,16 +51,16 @@ def trace_step(
     compiled: bool = False,
     chunked_loss: bool = CHUNKED_LOSS,
 ) -> Trace:
-    """Return every tensor that one step of `model` on `batch` stores on `device`; this machine need not have that device.
+    """Return every tensor that one step of `model` on `batch` stores on `device`, which may be absent here.
 
-    `batch`: a tuple holds the model's positional arguments, and with `loss` the target as its last item; a mapping holds keyword
-    arguments; a tensor is the only argument. Without `loss` the step's loss is `.loss` of the output, or the output itself if it is one
-    number. `optimizer`: "sgd", "sgdm", "adam", "adamw", "lion", "muon", or an instance. `autocast`: the dtype of the autocast context
-    around forward and loss. The model, the batch and all random states are left unchanged.
+    If `batch` is a tuple, it holds the model's positional arguments, and with `loss` the target as its last item; if it is a mapping,
+    keyword arguments; if it is a tensor, the only argument. Without `loss` the step's loss is `.loss` of the output, or the output itself
+    if it is one number. `optimizer` is "sgd", "sgdm", "adam", "adamw", "lion", "muon", or an instance. `autocast` is the dtype of the
+    autocast context around forward and loss. The model, the batch and all random states are left unchanged.
 
-    `compiled`: torch.compile compiles the model. Its graphs are traced and not compiled; slots are the tensors that they save. This clears
-    Dynamo's cache: what was compiled before in this process is compiled again at its next call. `chunked_loss`: as in `apply`: a session
-    computes the loss of a language model's output head in chunks, and all logits never exist; the baseline is in `unmodified`.
+    `compiled` says whether torch.compile compiles the model. Its graphs are traced and not compiled; slots are the tensors that they save.
+    This clears Dynamo's cache: models that were compiled before in this process are compiled again at their next call. With `chunked_loss`,
+    a session computes the loss of a language model's output head in chunks, and all logits never exist; the baseline is in `unmodified`.
     """
     model = getattr(model, "_orig_mod", model)  # the module that torch.compile wrapped
     check_model(model)
@@ -85,16 +85,15 @@ def trace_step(
 
 
 def _is_of_loss(slot: Slot) -> bool:
-    """Return whether the slot was saved by a cross entropy."""
     return any(saver.op.strip("_").startswith(CROSS_ENTROPY) for saver in slot.savers)
 
 
 @dataclass(frozen=True, eq=False)
 class StepTracer:
-    """A tracer of one training step: unmodified, and as sessions run it where that differs.
+    """Traces one training step: without a session, and also as sessions run it if that is different.
 
-    `options`: the dtype of autocast (None without), and whether the model is compiled. `known_modules`: what `token_modules` found in
-    earlier traces of this step.
+    `options` are the dtype of autocast (or None), and whether the model is compiled. `known_modules` caches results of `token_modules` for
+    further traces of this step.
     """
 
     model: nn.Module
@@ -107,17 +106,17 @@ class StepTracer:
     known_modules: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     def trace(self, head: Any = None) -> Trace:
-        """Return the trace of the step as sessions run it; `without_packing` has the step under a plan that packs nothing, if it differs.
+        """Return the trace of the step as sessions run it; if others run it differently, it contains that trace too.
 
-        `head`: the output head whose loss is computed in chunks, None without.
+        `head` is the output head of a language model whose loss is computed in chunks, or None.
         """
         trace, has_hidden = self._trace(head, in_session=False)
         return replace(self._trace(head, in_session=True)[0], without_packing=trace) if has_hidden else trace
 
     def _trace(self, head: Any, *, in_session: bool) -> tuple[Trace, bool]:
-        """Return the trace, and whether operations in place hide tensors that they save.
+        """Return the trace of the step, and whether in-place operations hide from it what autograd saves.
 
-        `in_session`: whether views that modules return are replaced as sessions do, so that these operations hide nothing.
+        With `in_session`, views that modules return are replaced as sessions do it, so that nothing is hidden.
         """
         fakes = FakeTensors()
         with with_fake_tensors(self.model, fakes), with_fake_tensors(self.loss_module, fakes):
@@ -133,7 +132,7 @@ class StepTracer:
 def _run(
     step: FakeStep, arguments: Arguments, loss: Callable[..., Tensor] | None, autocast: torch.dtype | None, compiled: bool
 ) -> Callable[[Trace], Trace]:
-    """Run the step on fake tensors, and return a function that completes its trace if the step is compiled."""
+    """Run the step on fake tensors; return a function that adds the compiled graphs, if any, to the step's trace."""
     if not compiled:
         step.run(arguments, loss, autocast)
         return lambda trace: trace
@@ -154,12 +153,11 @@ def _device(device: Any) -> str:
 
 
 def _as_dict(batch: Any) -> Any:
-    """Return a mapping of any type as a dict, and any other batch unchanged."""
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 class TraceBuilder:
-    """Builds the `Trace` of a fake step after it has run."""
+    """Builds the `Trace` of a training step from the records of a `FakeStep` that has run."""
 
     def __init__(self, step: FakeStep) -> None:
         self.step = step
@@ -167,7 +165,7 @@ class TraceBuilder:
         self._router_ids = {id(p) for p in router_weights(step.model).values() if not p.requires_grad}
 
     def trace(self, state: OptimizerState, batch: Any, autocast: torch.dtype | None, known_modules: dict[Any, Any]) -> Trace:
-        """Return the trace of the step that ran. `known_modules`: what `token_modules` found in earlier traces of this step."""
+        """Return the trace of the step that ran; `known_modules` caches results for further traces of the step."""
         end = self.step.timeline.tick()
         slots = [self._persistent_slot(name, role, tensor, end) for name, role, tensor in self.step.initial_tensors]
         slots += [self._gradient_slot(name, p, end, is_released=name in state.released) for name, p in self.step.trained()]
@@ -202,7 +200,6 @@ class TraceBuilder:
         )
 
     def _persistent_slot(self, name: str, role: Role, tensor: Tensor, end: int) -> Slot:
-        """Return the slot of a tensor that exists for the whole step."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         nbytes = tensor.numel() * tensor.element_size()
         slot = Slot(name, role, name.rpartition(".")[0], tuple(tensor.shape), dtype, nbytes, 0, end, numel=tensor.numel())
@@ -214,9 +211,9 @@ class TraceBuilder:
         return replace(slot, stays=stays, parts=parts, running=running, is_frozen=not tensor.requires_grad)
 
     def _gradient_slot(self, name: str, parameter: Tensor, end: int, *, is_released: bool) -> Slot:
-        """Return the slot of the gradient of `parameter`.
+        """Return the trace's entry of the gradient of `parameter`.
 
-        A gradient that is added to an accumulator, or released in backward (`is_released`), is freed after `dropped`.
+        After the operation `dropped` it was added to an accumulator and is freed, or, with `is_released`, used for the update in backward.
         """
         assert parameter.grad is not None
         allocation = self.step.timeline.find(parameter.grad)
@@ -226,17 +223,17 @@ class TraceBuilder:
         return replace(slot, birth=birth, dropped=dropped, death=dropped if is_released else end)
 
     def _decoded_spans(self, weight: Tensor, allocation: Allocation | None) -> tuple[tuple[int, int], ...]:
-        """Return the spans (first tick, last tick) in which a packed weight is decoded: its modules run, or other operations read it."""
+        """Return the spans (first and last operation) in which `weight` must be decoded if it is packed."""
         calls, complete = self.step.module_runs.spans(weight), self.step.gradient_complete_at.get(id(weight), 0)
         calls = [(start, max(end, complete) if start > self.step.backward_at else end) for start, end in calls]
         return merged([*calls, *((tick, tick) for tick in (allocation.uses if allocation is not None else ()))])
 
     def _constants(self) -> list[Allocation]:
-        """Return the allocations of tensors that the model uses without having registered them as buffers or parameters."""
+        """Return the allocations of tensors that the model uses and that are neither parameters nor buffers."""
         return [allocation for allocation in self.step.timeline.allocations if allocation.owner is Role.BUFFER and allocation.op]
 
     def _outputs(self, end: int) -> list[Output]:
-        """Return every allocation of an operation, with the slot that it belongs to."""
+        """Return every allocation that an operation of the step made, with the name of its saved tensor, if any."""
         slot_of: dict[Allocation, str] = {**self.step.recorder.weight_casts, **dict.fromkeys(self.step.held, "held")}
         slot_of.update({unit.allocation: unit.savers[unit.first].name for unit in reversed(self.step.recorder.units)})
         outputs: list[Output] = []
@@ -284,7 +281,7 @@ def _state_slot(state: StateTensor, end: int) -> Slot:
 
 
 def _describe(batch: Any) -> tuple[str, ...]:
-    """Return a text with name, shape and dtype for each tensor of a batch."""
+    """Return a text "name: shape dtype" for each tensor of a batch."""
     items = batch.items() if isinstance(batch, Mapping) else enumerate(batch if isinstance(batch, tuple | list) else (batch,))
     return tuple(
         f"{name}: {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, value in items for t in tensors_in(value)
@@ -292,7 +289,7 @@ def _describe(batch: Any) -> tuple[str, ...]:
 
 
 def _main_dtype(model: nn.Module) -> torch.dtype:
-    """Return the dtype of most parameters' values; float32 if there are none."""
+    """Return the dtype that most values of the model's parameters have; float32 if it has no parameters."""
     sizes: dict[torch.dtype, int] = {}
     for p in model.parameters():
         sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()

@@ -1,4 +1,4 @@
-"""A plan at work on a model: a session, its changes, and the parts that pack activations and weights."""
+"""Applies a plan to a model: packs activations and weights, and reports what is stored otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables that a session prints: changes, guard actions and the explanation of every slot.
+"""Makes the tables that a session prints: changes, guard actions and the explanation of every tensor.
 
 `Changes`: the slots that are not stored as the plan requests, with the requested format (asked), the one used (given) and the reason.
 
@@ -93,7 +93,7 @@ REPLICATED = (
 
 @dataclass(frozen=True)
 class Change:
-    """A slot that is not stored as the plan requests: `asked` is the requested format, `given` the one in use, `reason` why they differ."""
+    """Says that a slot (a tensor of the step) is stored in the format `given`, while the plan requests `asked`."""
 
     slot: str
     asked: str
@@ -102,7 +102,7 @@ class Change:
 
 
 class Changes(TableRows[Change]):
-    """The result of `session.changes`: a tuple of all slots that are not stored as requested, printed as a table."""
+    """Lists, as `session.changes`, a `Change` for each tensor that is not stored as requested; prints as a table."""
 
     __slots__ = ()
     columns = ("slot", "asked", "given", "why")
@@ -110,12 +110,12 @@ class Changes(TableRows[Change]):
 
 
 def beside_original(format: str) -> str:
-    """Return `Change.given` for a slot that is packed in `format` while its original memory stays allocated, so that nothing is saved."""
+    """Return the text for a tensor that is packed in `format` although its original stays in memory too."""
     return f"{format} {BESIDE_ORIGINAL}"
 
 
 def describe_state(state: Any) -> str:
-    """Return a description, for an error message, of a value that is no state of a session.
+    """Return a description of `state`, which is not the state_dict of a session, for an error message.
 
     >>> describe_state({"seed": 1}), describe_state(None)
     ("has ['seed']", 'is of type NoneType')
@@ -125,7 +125,7 @@ def describe_state(state: Any) -> str:
 
 @dataclass(frozen=True)
 class Action:
-    """A change of format that a guard made: `slot` had the format `before`, and has `after` from training step `step` on."""
+    """Records what a guard did during training: from step `step` on, `slot` has the format `after`, not `before`."""
 
     step: int
     slot: str
@@ -139,7 +139,7 @@ class Action:
 
 
 class Actions(TableRows[Action]):
-    """The result of `session.actions`: a tuple of all changes that a guard made, printed as a table."""
+    """Lists, as `session.actions`, all changes of formats that a guard made; prints as a table."""
 
     __slots__ = ()
     columns = ACTION_COLUMNS
@@ -148,7 +148,7 @@ class Actions(TableRows[Action]):
 
 @dataclass(frozen=True)
 class SlotExplanation:
-    """A row of `session.explain()`: the format that the plan requests for a slot, the one in use, and the reason."""
+    """States requested format, format in use and the reason for one tensor of the step (`session.explain()`)."""
 
     slot: str
     asked: str
@@ -157,14 +157,14 @@ class SlotExplanation:
 
 
 class Explanation(TableRows[SlotExplanation]):
-    """The result of `session.explain()`: a row for each slot, printed as a table."""
+    """Lists a row for each tensor of the step; `session.explain()` returns it, and it prints as a table."""
 
     __slots__ = ()
     columns = EXPLANATION_COLUMNS
     if_empty = NO_ROWS
 
     def of(self, slot: str) -> SlotExplanation:
-        """Return the row of this slot; raise KeyError if there is none."""
+        """Return the row of the tensor with the slot name `slot`; raise KeyError if there is none."""
         row = next((row for row in self if row.slot == slot), None)
         if row is None:
             raise KeyError(f"{slot} is no slot of this session, which has {len(self)} slots; print the explanation for their names")
@@ -174,10 +174,10 @@ class Explanation(TableRows[SlotExplanation]):
 def activation_changes(
     plan: Plan, activations: Activations, is_checkpointed: Callable[[str], bool], in_place_on_views: Collection[str]
 ) -> list[Change]:
-    """Return a row of changes for each activation slot of an eager session that is not stored as the plan requests.
+    """Return a `Change` for each activation that an eager session does not store as the plan requests.
 
-    `is_checkpointed`: whether a slot is inside a checkpointed module, which saves nothing. `in_place_on_views`: paths of modules that work
-    in place on a view, where no hook reaches the saved tensors.
+    `is_checkpointed` returns whether the slot of a given name is inside a checkpointed module, which saves nothing. `in_place_on_views` has
+    the paths of modules that work in place on a view, where no hook reaches the saved tensors.
     """
     rows, explained = list[Change](), activations.restored | activations.not_freed.keys()
     for name, decision in activations.decisions.items():
@@ -202,9 +202,9 @@ def activation_changes(
 
 
 def recompute_changes(plan: Plan, compiled_paths: Iterable[str], *, is_eager: bool) -> list[Change]:
-    """Return a row of changes for each module or tensor that is saved although the plan recomputes it.
+    """Return a `Change` for each module or tensor that is saved although the plan recomputes it.
 
-    These are modules that torch.compile runs (`compiled_paths`), and in eager mode the single slots in `plan.recompute`.
+    These are the modules `compiled_paths`, which torch.compile runs, and in eager mode the single tensors that `plan.recompute` names.
     """
     rows = [Change(path, CHECKPOINTED, "saved", COMPILED_CHECKPOINTS) for path in compiled_paths]
     slots = [text for text in plan.recompute if ":" in text] if is_eager else []
@@ -212,9 +212,10 @@ def recompute_changes(plan: Plan, compiled_paths: Iterable[str], *, is_eager: bo
 
 
 def requests_without_tensor(plan: Plan, slots: Collection[tuple[tuple[str, ...], Role]]) -> list[tuple[str, str]]:
-    """Return (slot, format) of requests in the plan for tensors that do not exist in store mode, such as master weights.
+    """Return (slot, format) pairs that the plan requests for tensors that a session never stores, such as master weights.
 
-    There is one pair for a whole role, and one for each of the model's `slots` (names, role) whose format differs from that of its role.
+    A pair such as ("master", format) is a request for a whole role. One of the model's `slots` (names, role) gets a pair of its own if the
+    plan requests another format for it than for its role.
     """
     rows: list[tuple[str, str]] = []
     for role in (role for role in FORMATTED if role in (Role.MASTER, Role.ERROR)):
@@ -227,7 +228,7 @@ def requests_without_tensor(plan: Plan, slots: Collection[tuple[tuple[str, ...],
 
 
 def explain_session(plan: Plan, activations: Activations, changes: Changes, actions: Actions, slots: Container[str]) -> Explanation:
-    """Return the explanation of a session: a row for every activation in `slots`, and for every other slot with a change."""
+    """Return the result of `session.explain()`: a row for each activation in `slots`, then one for each other change."""
     rows = [row for row in _activations(plan, activations, actions) if row.slot in slots]
     explained = {row.slot for row in rows}
     rows += [
@@ -264,9 +265,9 @@ REASON_LENGTH = 110  # letters
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """The bytes of one kind of tensor, such as "activations": as the session stores them, and as the unmodified model does.
+    """Counts the bytes of one kind of tensor, such as "activations", in the session and in the unmodified model.
 
-    `stored` are those on the model's device, `on_host` those that the plan moved to host memory.
+    `stored` are on the model's device, `on_host` in host memory; the unmodified model stores `baseline`.
     """
 
     name: str
@@ -282,15 +283,15 @@ class StoredBytes:
 
 @dataclass(frozen=True)
 class Summary:
-    """The result of `session.summary()`: stored bytes against the baseline, and what is not stored as requested."""
+    """Holds the result of `session.summary()`: stored bytes against the baseline, and what is not stored as requested."""
 
     model: str
     state: str
     stored: tuple[StoredBytes, ...]
     peak: str
     changes: Changes
-    packing_share: float | None = None  # of the time of a step, where it was measured
-    nothing: str = ""  # the first line, where nothing is packed
+    packing_share: float | None = None  # the share of a step's time that packing took; None if it was not measured
+    nothing: str = ""  # the first line of the summary if nothing is packed
 
     def lines(self) -> list[str]:
         """Return the lines of the printed summary."""
@@ -299,7 +300,7 @@ class Summary:
         time = "" if self.packing_share is None else f", packing activations took {100 * self.packing_share:.0f} % of their time"
         lines = [self.nothing] if self.nothing else []
         lines += [f"Session of {self.model}: {self.state}{time}", *(f"  {name.ljust(width)}  {text}" for name, text in cells)]
-        changes = [change for change in self.changes if change.asked != change.given]  # others say that forward changes
+        changes = [change for change in self.changes if change.asked != change.given]  # the others are products in 8 bits
         if not changes:
             return [*lines, "Everything is stored as requested"]
         rows = "1 row" if len(changes) == 1 else f"{len(changes)} rows"
@@ -326,16 +327,16 @@ class Summary:
 
 
 def _rank(given: str, reason: str, slot: str) -> int:
-    """Return the rank of a reason in a summary: 0 (first) if memory is not freed, 1 if nothing is packed, 3 for small tensors, else 2."""
+    """Return the place of a `Change` in a summary: 0 if memory is not freed, 1 if nothing is packed, 3 if small, else 2."""
     if reason == HIDDEN or given.endswith(BESIDE_ORIGINAL):
         return 0
     return 3 if " of fewer than " in slot else 1 if given in (UNMODIFIED, "nothing") else 2
 
 
 def stored_bytes(model: nn.Module | None, activations: Activations, weights: Iterable[Weight]) -> tuple[StoredBytes, ...]:
-    """Return the bytes of activations, packed weights, optimizer state and gradients, stored and unmodified.
+    """Return the bytes of activations, packed weights, optimizer state and gradients, with the plan and without it.
 
-    If `model` is None, since the model was deleted, these are the activations alone.
+    If `model` is None, since the model was deleted, only the activations are counted.
     """
     most = activations.largest
     rows = [StoredBytes("activations", *most)] if most.baseline else []
@@ -348,7 +349,7 @@ def stored_bytes(model: nn.Module | None, activations: Activations, weights: Ite
 
 
 def peak_memory(model: nn.Module | None, plan: Plan, trace: Trace | None) -> str:
-    """Return the text on peak memory: what `trace` (if given) predicts with and without the plan and, on a GPU, what was measured."""
+    """Return a text on peak memory: predicted by `trace` with and without the plan and, on a GPU, measured."""
     devices = sorted({str(p.device) for p in model.parameters() if p.device.type == "cuda"}) if model is not None else []
     texts = [f"{say_bytes(torch.cuda.max_memory_allocated(device))} allocated on {device}" for device in devices]
     if trace is not None:
@@ -385,9 +386,9 @@ def requests_optimizer(model: nn.Module, plan: Plan) -> bool:
 
 
 def state_changes(model: nn.Module, plan: Plan, *, awaits_optimizer: bool = False) -> Iterator[Change]:
-    """Yield a row of changes for each moment, residue and gradient that is not stored as the plan requests.
+    """Yield a `Change` for each optimizer moment, weight residue and gradient that is not stored as the plan requests.
 
-    `awaits_optimizer`: an integration will make an optimizer of paredown.optim later, and that will follow the plan.
+    `awaits_optimizer`: whether an integration creates an optimizer of paredown.optim later, which will follow the plan.
     """
     sharded = sharded_of_whole(model)
     trained = [(name, sharded.get(id(p), p)) for name, p in model.named_parameters() if p.requires_grad]
@@ -412,7 +413,7 @@ def state_changes(model: nn.Module, plan: Plan, *, awaits_optimizer: bool = Fals
 
 
 def _absent_moments(requested: Sequence[tuple[Tensor, Role, str]]) -> Iterator[Change]:
-    """Yield a row of changes for each moment that the plan requests and no optimizer has."""
+    """Yield a `Change` for each optimizer moment that the plan requests, if the model's optimizers store none of them."""
     owners = {owner for p, _, _ in requested if (owner := owner_of(p)) is not None}
     used = {role for owner in owners for group in owner.param_groups for role in owner.rule_for(group).roles}
     formats = {role: format for _, role, format in requested if role in (Role.MOMENT1, Role.MOMENT2)}
@@ -422,7 +423,10 @@ def _absent_moments(requested: Sequence[tuple[Tensor, Role, str]]) -> Iterator[C
 
 
 def _used_instead(parameter: Tensor, role: Role, requested: Format | None) -> tuple[str, str] | None:
-    """Return the format in use for a parameter's slot and why it is not the one requested; None if the requested one is in use."""
+    """Return (format in use, reason) if a parameter's moment, residue or gradient (`role`) is not stored as `requested`.
+
+    Return None if it is.
+    """
     owner = owner_of(parameter)
     if owner is None:
         return UNMODIFIED, NO_OPTIMIZER

@@ -2,14 +2,14 @@
 
 From a module's forward pre-hook to its forward hook, the saved-tensor hooks of torch.utils.checkpoint replace each saved tensor by an empty
 placeholder. When backward needs the first of them, the module runs again with the random state and autocast settings of its first call;
-the hooks of this file do nothing in that second call. Class, parameter names and state_dict of the model do not change. `Watch` leaves the
-placeholders alone: hooks that it registered on them would replace those of checkpointing and silently disable it (docs/decisions/005).
+the hooks of this file do nothing in that second call. Class, parameter names and state_dict of the model do not change. No hooks for
+packing are registered on the placeholders: they would replace those of checkpointing and silently disable it (docs/decisions/005).
 
 Batch norms update their running statistics once per batch: not in the second call.
 
-`SecondPasses` packs what the second forward passes save, of these modules and of those that the model checkpoints itself: the large tensors
-that `autograd/second_passes.py` selects, in the formats of their slots. The operands of a product are decoded one after the other, inside
-the operation that reads them: each decoded copy is multiplied in place and becomes the result.
+`SecondPasses` packs the large tensors (`autograd/second_passes.py` selects them) that these modules, and those that the model checkpoints
+itself, save when they run again. The operands of a product are decoded one after the other, inside the operation that reads them: each
+decoded copy is multiplied in place and becomes the result.
 """
 
 # pyright: reportPrivateUsage=false
@@ -45,14 +45,14 @@ DETERMINISM, KEEPS_RANDOM_STATE, DEBUG, EARLY_STOP = "default", True, False, Tru
 
 
 class CheckpointedModules:
-    """The modules of one model that run under torch.utils.checkpoint because `plan.recompute` names them."""
+    """Runs the modules that `plan.recompute` names under torch.utils.checkpoint, by hooks on these modules."""
 
     def __init__(
         self, plan: Plan, model: nn.Module, around_second_call: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
-        """Find the modules that the plan names; raise ApplyError if one is not there.
+        """Find the modules that `plan.recompute` names; raise ApplyError if the model lacks one.
 
-        Backward runs them in `around_second_call()`.
+        Backward runs them again in the context `around_second_call()`.
         """
         paths = dict(model.named_modules())
         try:
@@ -66,7 +66,7 @@ class CheckpointedModules:
         self._around_second_call = around_second_call
 
     def has(self, name: str) -> bool:
-        """Return whether a slot is inside of a checkpointed module, and therefore not saved in forward."""
+        """Return whether the saved tensor `name` belongs to a checkpointed module, so that it is not kept for backward."""
         return not is_checkpoint_input(name) and any(is_of(name, path) for path in self.paths)
 
     def attach(self) -> None:
@@ -122,7 +122,7 @@ class CheckpointedModules:
 
     @contextmanager
     def _second_call(self, module: nn.Module) -> Generator[None]:
-        """Return a context in which backward runs a checkpointed module for the second time."""
+        """Return a context for a checkpointed module's second call: no checkpointing, and frozen batch norms."""
         before = getattr(self._local, "is_second_call", False)
         self._local.is_second_call = True
         try:
@@ -133,15 +133,15 @@ class CheckpointedModules:
 
 
 def _called_again(module: nn.Module, num_args: int, named: Sequence[str], /, *values: Any, **kwargs: Any) -> Any:
-    """Return the output of a module's second call, for `values` of its arguments and then of the keyword arguments `named`.
+    """Call `module` with `num_args` of `values` as positional arguments, the others as the keywords `named`.
 
-    torch.utils.checkpoint saves tensors among positional arguments, which can be packed, and holds keyword arguments as they are.
+    torch.utils.checkpoint saves positional tensors with autograd, so that they can be packed; keyword arguments it only refers to.
     """
     return module(*values[:num_args], **dict(zip(named, values[num_args:], strict=True)), **kwargs)
 
 
 def callable_paths(path: str, module: nn.Module) -> Iterator[str]:
-    """Yield the path of a module; if it has no forward, as an nn.ModuleList, yield the paths of its children."""
+    """Yield the path of a module; if it has no forward, like nn.ModuleList, the paths of its children instead."""
     if type(module).forward is not nn.Module.forward:
         yield path
         return
@@ -150,7 +150,7 @@ def callable_paths(path: str, module: nn.Module) -> Iterator[str]:
 
 
 class _ReusableContext:
-    """A context manager that can be entered repeatedly, since each backward of a retained graph runs a module again."""
+    """Makes a context anew whenever it is entered, since each backward of a retained graph runs a module again."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
@@ -167,7 +167,7 @@ class _ReusableContext:
 
 @contextmanager
 def frozen_statistics(module: nn.Module) -> Generator[None]:
-    """Return a context in which batch norms do not update their running statistics, as a module runs for the second time."""
+    """Return a context in which batch norms of `module` do not update running statistics, for a repeated batch."""
     norms = [
         part for part in module.modules() if isinstance(part, _NormBase | _BatchNorm) and part.track_running_stats and part.training
     ]
@@ -182,7 +182,7 @@ def frozen_statistics(module: nn.Module) -> Generator[None]:
 
 
 def repeated_layers_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of a model's layers, the items of its outermost ModuleLists; raise ApplyError if there are none."""
+    """Return paths of a model's layers (items of ModuleLists, uniform Sequentials); raise ApplyError if it has none."""
     lists = [path for path, module in model.named_modules() if _is_list_of_layers(module)]
     outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     paths = [f"{path}.{name}".lstrip(".") for path in outer for name, _ in model.get_submodule(path).named_children()]
@@ -225,18 +225,18 @@ class SecondPasses:
 
 
 class SecondPassStorage(ForwardStorage):
-    """The packed tensors of one checkpointed layer that backward is running again."""
+    """Holds the packed tensors of one checkpointed layer while backward runs the layer again."""
 
     is_in_backward = True
 
     def source(self, node: Any) -> StoredView | None:
-        """Return the packed operand that this autograd node of the layer saved; None if it saved none."""
+        """Return the packed tensor that the autograd node `node` saved in this layer; None if there is none."""
         stored = stored_operand(node)
         return stored.view if isinstance(stored, StoredOperand) else None
 
 
 class StoredOperand:
-    """A packed tensor that a checkpointed layer saved when backward ran it again."""
+    """Holds a packed tensor that a checkpointed layer saved when backward ran the layer again, and decodes it."""
 
     __slots__ = ("_is_factor", "device", "dtype", "unpack", "view")
 
@@ -246,21 +246,21 @@ class StoredOperand:
 
     @property
     def is_decoded_alone(self) -> bool:
-        """Whether no other saved tensor shares the decoded values of this one."""
+        """Return whether the decoded values belong to this saved tensor alone, so that they may be overwritten."""
         form = self.view.form
         return form.num_views == 1 and form.plain_values is None and isinstance(form, StoredValues | RecomputedValues)
 
     def tensor(self) -> Tensor:
-        """Return the decoded tensor, or a `Factor` that is decoded later if it is an operand of an elementwise product."""
+        """Return the decoded tensor; for an operand of an elementwise product a `Factor`, decoded when read."""
         return Factor.of(self) if self._is_factor and self.is_decoded_alone else self.unpack(self.view)
 
 
 @final
 class Factor(Tensor):
-    """A tensor subclass for an input of an elementwise product that is decoded when an operation reads it.
+    """Stands, as a tensor subclass, for a packed operand of an elementwise product, and is decoded when it is read.
 
-    Backward of a product unpacks both operands at once. Multiplied by a gradient of the same layout, the decoded copy is overwritten by
-    the result, so that three tensors exist instead of five.
+    Backward of a product unpacks both operands at once. When a `Factor` is multiplied by a gradient of the same layout, the result
+    overwrites the decoded copy, so that three tensors exist instead of five.
     """
 
     operand: StoredOperand
@@ -278,7 +278,6 @@ class Factor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on the decoded values, and return its result."""
         if func is torch.ops.aten.detach.default:
             return Factor.of(args[0].operand)
         if func is torch.ops.aten.mul.Tensor and [type(arg) for arg in args] == [Tensor, Factor]:

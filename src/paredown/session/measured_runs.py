@@ -1,7 +1,7 @@
-"""`MeasuredRuns`: how `verify` runs a step of a session: without the plan, in float32, or with some slots stored.
+"""`MeasuredRuns` lets `verify` run a session's steps without the plan, packed in float32, or partly packed.
 
 with session.runs.restored() as rewind:          # afterwards decisions and counts are what they were
-    with session.runs.unmodified(): ...           # nothing is packed, no module is checkpointed, weights are plain
+    with session.runs.unmodified(): ...           # nothing is packed, no module is checkpointed, weights are decoded
     rewind()                                      # the next pass draws the same random bits
     with session.runs.storing(["body.0:input"], is_exact=True): ...
 """
@@ -26,7 +26,7 @@ from paredown.session.weights.packed_weights import Weights
 
 @final
 class MeasuredRuns:
-    """The contexts in which `verify` runs a model: without its plan, in float32, or with some slots packed."""
+    """Provides contexts in which `verify` runs a model: without the plan, packed in float32, or partly packed."""
 
     def __init__(
         self, activations: Activations, watch: Watch, weights: Weights, checkpointed: CheckpointedModules, tiles: TiledModules
@@ -36,11 +36,11 @@ class MeasuredRuns:
 
     @property
     def packed_weights(self) -> Mapping[str, Weight]:
-        """The packed weights, by the names of their parameters."""
+        """Return the packed weights, by the names of their parameters."""
         return self._weights.weights
 
     def decision_of(self, name: str) -> StorageDecision | None:
-        """Return how a slot is stored; None if no forward pass has saved it yet."""
+        """Return how the saved tensor with the slot name `name` is stored; None if no forward pass has saved it yet."""
         return self._activations.decisions.get(name)
 
     @contextmanager
@@ -54,7 +54,7 @@ class MeasuredRuns:
     def storing(
         self, only: Collection[str] | None = None, *, is_exact: bool = False, on_packed: Observer | None = None
     ) -> Generator[None]:
-        """Return a context in which only slots named in `only` (None: all) are packed, in float32 instead of their formats if `is_exact`.
+        """Return a context in which only tensors named in `only` (None: all) are packed; in float32 if `is_exact`.
 
         `on_packed` is called after each saved tensor is packed.
         """
@@ -76,9 +76,9 @@ class MeasuredRuns:
 
     @contextmanager
     def restored(self) -> Generator[Callable[[], None]]:
-        """Return a context in which no guard measures, and which restores slot decisions and the number of forward passes when it ends.
+        """Return a context that restores storage decisions and the number of forward passes at its end.
 
-        It yields a function that sets the number back at once, so that the next forward pass draws the same random bits.
+        No guard measures in it. It yields a function that resets the number at once, so that the next pass draws the same random bits.
         """
         with self._activations.restored_after() as rewind:
             try:

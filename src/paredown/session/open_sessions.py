@@ -1,4 +1,4 @@
-"""The open session of each model: `register` refuses a second one for a model, for a part of it, or for a model around it."""
+"""Records open sessions: at most one for a model, the modules inside it and the models around it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SESSIONS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.Weak
 
 
 def check_has_none(model: nn.Module) -> None:
-    """Raise ApplyError if the model, a part of it, or a model around it has an open session."""
+    """Raise ApplyError if the model, a module inside it, or a model that contains it has an open session."""
     for other, session in [(other, ref()) for other, ref in list(_SESSIONS.items())]:
         owner = "this model" if other is model else "a part of this model" if _is_part(other, model) else None
         owner = owner or ("a model that this is a part of" if _is_part(model, other) else None)
@@ -23,7 +23,7 @@ def check_has_none(model: nn.Module) -> None:
 
 
 def register(model: nn.Module, session: Any) -> None:
-    """Record the open session of a model, in store or simulate mode."""
+    """Record `session`, a `Session` or a `SimulatedSession`, as the open session of a model."""
     _SESSIONS[model] = weakref.ref(session)
 
 
@@ -35,7 +35,7 @@ def forget(model: nn.Module, session: Any) -> None:
 
 
 def any_session_of(model: nn.Module) -> Any:
-    """Return the open session of a model, in store or simulate mode; None if it has none."""
+    """Return the open session of a model, a `Session` or a `SimulatedSession`; None if it has none."""
     session = _SESSIONS.get(model)
     return session() if session is not None else None
 

@@ -1,4 +1,4 @@
-"""`Session`: a plan at work on a model: its saved activations and its weights are stored packed, in an unmodified training loop.
+"""`Session` applies a plan to a model: activations and weights are stored packed, the training loop is unmodified.
 
     session = apply(plan, model)
     loss = criterion(model(x), y); loss.backward(); optimizer.step()     # the loop does not change
@@ -6,7 +6,7 @@
     session.close()                                                      # the unmodified model
 
 The model keeps its class, parameters, state_dict and keys; a copy of it is a model without a session. Activations are not packed in passes
-without gradients (eval under no_grad), outside of calls of modules (a call of a part of the model is a forward pass too), inside
+without gradients (eval under no_grad), outside of calls of modules (a call of a submodule is a forward pass too), inside
 checkpointed modules (which save nothing; `plan.recompute` names more of them) and modules in tiles (which save their input; tiles.py), and
 in models that torch.compile compiles whole. Packed weights are the same parameters: ordinary tensors while their module runs, and otherwise
 as `optim/packed_parameter.py` describes.
@@ -92,9 +92,9 @@ NO_SUCH_TENSOR = "store mode has no such tensor"
 
 
 class Session:
-    """A plan at work on a model in store mode, from `apply` until `close`."""
+    """Applies a plan to a model until `close`: packs activations and weights, and reports what it cannot pack."""
 
-    awaits_optimizer = False  # whether an integration will make an optimizer of paredown.optim: changes do not request one
+    awaits_optimizer = False  # whether an integration creates an optimizer of paredown.optim later, so that `changes` asks for none
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Session:
         make_guard: GuardFactory | None = None,
         chunked_loss: bool = CHUNKED_LOSS,
     ) -> None:
-        """Apply `plan`, with the random bits of `seed`, to the model `given`, which may be compiled or in DistributedDataParallel."""
+        """Apply `plan` to the model `given`, which torch.compile or DDP may wrap. `seed` seeds stochastic rounding."""
         plan.check_stored()
         self.plan = self.applied = plan  # a guard changes `plan`
         is_compiled, model = is_wrapped_by_compile(given), unwrapped(given)
@@ -152,46 +152,46 @@ class Session:
 
     @property
     def seed(self) -> int:
-        """The seed of stochastic rounding."""
+        """Return the seed of stochastic rounding."""
         return self._activations.seed
 
     @property
     def forwards(self) -> int:
-        """The number of forward passes with gradients so far: the step in the random bits of stochastic rounding."""
+        """Return the number of forward passes with gradients so far, which selects random bits for rounding."""
         return self._compiled.calls if self._compiled is not None else self._activations.forwards
 
     @property
     def has_run(self) -> bool:
-        """Whether a forward pass with gradients has run; unlike `forwards`, this is known without reading from a device."""
+        """Return whether a forward pass with gradients has run, without reading from a device as `forwards` may."""
         return self._compiled.calls > 0 if self._compiled is not None else self._activations.count.has_run
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of activations that are stored packed at this moment on the model's device; `host_bytes` has those in host memory."""
+        """Return the bytes of packed activations now on the model's device; `host_bytes` has those in host memory."""
         return self._activations.stored_bytes + (self._compiled.stored_bytes if self._compiled is not None else 0)
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of packed activations that are in host memory at this moment, because the plan offloads them."""
+        """Return the bytes of packed activations that are now in host memory, because the plan offloads them."""
         return self._activations.host_bytes
 
     @property
     def runs(self) -> MeasuredRuns:
-        """The contexts in which `verify` runs training steps of this model."""
+        """Return the contexts in which `verify` runs training steps of this model."""
         return MeasuredRuns(self._activations, self._watch, self._weights, self._checkpointed, self._tiles)
 
     @property
     def model(self) -> nn.Module | None:
-        """The model that the session belongs to; None if it was deleted."""
+        """Return the model that the session belongs to; None if it was deleted."""
         return self._model()
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of codes and scales of the packed weights."""
+        """Return the bytes of codes and scales of the packed weights."""
         return self._weights.nbytes
 
     def compile(self, **options: Any) -> Any:
-        """Return the model compiled by torch.compile, whose graphs pack what they save for backward.
+        """Return the model compiled by torch.compile, with graphs that pack the tensors which they save for backward.
 
         Arguments are those of torch.compile. Call the returned model in place of the original one, and compile before the first
         step. From now on the original model saves its activations unmodified when it is called directly.
@@ -225,12 +225,12 @@ class Session:
         return self._compiled.compile(model, self._called() or model, **options)
 
     def unpacked(self) -> AbstractContextManager[None]:
-        """Return a context in which all parameters are plain; those that change are encoded again when it ends."""
+        """Return a context in which packed parameters are decoded; those changed in it are quantized again at its end."""
         return self._weights.unpacked()
 
     @property
     def changes(self) -> Changes:
-        """The slots that are not stored as the plan requests, with reasons; complete after the first forward pass.
+        """Return the tensors of a step that are not stored as the plan requests; complete after the first forward pass.
 
         After `close`, these are the changes that the session had when it was closed.
         """
@@ -274,24 +274,21 @@ class Session:
 
     @property
     def actions(self) -> Actions:
-        """The actions of the guard (slots raised and lowered, steps skipped) in order; empty without a guard."""
+        """Return what the guard did, in order (formats raised and lowered, steps skipped); empty without a guard."""
         return Actions(self._guard.actions if self._guard is not None else ())
 
     @property
     def budget_bytes(self) -> int | None:
-        """The guard's limit on the predicted peak; None without a guard."""
+        """Return the guard's limit on the predicted peak memory, in bytes; None without a guard."""
         return self._guard.budget_bytes if self._guard is not None else None
 
     @property
     def sensitivities(self) -> Any:
-        """The gradient error that rounding each slot causes, if a guard has measured it; else None.
-
-        They are those that the guard was created with, or those that it measured last.
-        """
+        """Return the gradient error of rounding each saved tensor, as given to the guard or measured last; None if unknown."""
         return self._guard.sensitivities if self._guard is not None else None
 
     def reprobe(self, batch: Any, *, loss: Callable[..., Tensor] | None = None) -> Any:
-        """Measure the gradient error that rounding each slot causes, and let the guard choose formats anew.
+        """Measure the gradient error that rounding each saved tensor causes, and let the guard choose formats anew.
 
         The arguments are those of `probe`.
         """
@@ -300,7 +297,7 @@ class Session:
         return self._guard.reprobe(batch, loss)
 
     def explain(self) -> Explanation:
-        """Return a row for each slot: the requested format, the one in use, and the reason."""
+        """Return a table of slots (tensors of the step): requested format, format in use, and the reason."""
         slots = self._guard.slots if self._guard is not None else self._activations.decisions
         changes = self.changes
         changed = {change.slot for change in changes}
@@ -363,9 +360,9 @@ class Session:
     def close(self, *, packed_base: bool | None = None) -> None:
         """Remove the session from the model and decode its weights; backward of existing graphs still works.
 
-        `packed_base`: True leaves frozen weights packed, False decodes all. By default, those stay packed that were so before apply: a base
-        that was loaded packed. A later session uses them as they are.
-        What `compile` returned stays usable, and its graphs still pack what they save: call torch.compile(model) for unmodified ones.
+        `packed_base`: True leaves frozen weights packed, False decodes all. By default frozen weights stay packed that were packed before
+        `apply`, since they were loaded so; a later session uses them without quantizing again. The model that `compile` returned stays
+        usable, and its graphs still pack what they save: call torch.compile(model) for unmodified graphs.
         """
         self._final_changes, self._final_bytes = self.changes, self._stored_bytes()  # while weights are packed
         self._watch.detach()
@@ -420,7 +417,7 @@ class Session:
         self._activations.end(output)
         if output is None or not self._watch.collects_small or self._watch.checkpoints.lacks_second_passes:
             return
-        if not self._is_checked and self._watch.entrance is self._model():  # another pass shows a part of the slots
+        if not self._is_checked and self._watch.entrance is self._model():  # a submodule's pass saves some slots
             self._missing = tuple(self.plan.check(self._seen_slots()))
             self._is_checked = True
         self._watch.end_first_pass()
@@ -475,9 +472,10 @@ def start_session(
     make_guard: GuardFactory | None = None,
     chunked_loss: bool = CHUNKED_LOSS,
 ) -> Session:
-    """Apply `plan` to `model` in store mode, and return the session, which is the model's open session until it is closed.
+    """Apply `plan` to `model` so that tensors are stored packed, and return the session, which is open until it is closed.
 
-    `make_guard`: makes the guard of the session; None: no guard. `chunked_loss`: compute the cross entropy of large vocabularies in chunks.
+    `seed`: of stochastic rounding. `make_guard` creates the session's guard (None: no guard). `chunked_loss` computes the cross entropy of
+    large vocabularies in chunks.
     """
     plain = unwrapped(model)
     check_is_not_graphed(plain)
@@ -488,6 +486,6 @@ def start_session(
 
 
 def session_of(model: nn.Module) -> Session | None:
-    """Return the open session of `model` in store mode; None if there is none."""
+    """Return the open `Session` of `model`; None if it has none, or one that only simulates formats."""
     session = any_session_of(model)
     return session if isinstance(session, Session) else None

@@ -1,4 +1,4 @@
-"""`Signals`: what a guard reads of a session: two numbers for each packed slot, measured on the device in forward passes.
+"""`Signals` measures two numbers of each packed activation for a guard, on the device, in forward passes.
 
     error       |x - decoded|^2 / |x|^2, of 4096 values, or of all values in a full measurement. Where backward subtracts a mean, as norms
                 do, the denominator is |x - mean of each 64 values|^2: a format that loses the differences has an error of 1 or more
@@ -7,7 +7,7 @@
 Each number is of the last pass that measured the slot. It stays on the device until `read`, once per step: one transfer for all slots and
 the gradient norm. With several processes one reduction takes the maximum of each number, so that all processes read the same.
 
-`SessionGuard` is what a session asks of the guard that is attached to it; `check/guard_steps.py` implements it.
+`SessionGuard` is the interface through which a session calls its guard; `check/guard_steps.py` implements it.
 """
 
 from __future__ import annotations
@@ -40,37 +40,44 @@ CENTERED_LEN = 64  # consecutive values that are assumed to share a mean, as tho
 
 @dataclass(frozen=True)
 class SlotSignal:
-    """The measurements of a slot for a guard: relative rounding error and largest magnitude, infinity if not finite."""
+    """Holds squared relative rounding error and largest magnitude (inf for NaN) of one packed tensor of the step.
+
+    A guard, which changes formats during training, decides by them.
+    """
 
     error: float
     largest: float
 
 
 class Signals:
-    """Measures the rounding error and the largest value of packed slots, for a guard."""
+    """Measures the rounding error and the largest value of packed activations, for the guard that changes formats by them.
+
+    `names`: the slots (saved tensors) to measure, each in every `every`-th forward pass.
+    """
 
     def __init__(self, activations: Activations, names: Sequence[str], every: int) -> None:
         self._activations, self._names, self._every = activations, tuple(names), every
         self._places = {name: place for place, name in enumerate(names)}
         self._numbers: Tensor | None = None  # (2, num_slots): errors, largest values
-        self._indices: dict[tuple[tuple[str, ...], ...], Tensor] = {}  # of the slots of compiled graphs: places, rows
+        # slots of a compiled graph -> their places in `_numbers`, and their rows in the numbers that the graph measures
+        self._indices: dict[tuple[tuple[str, ...], ...], Tensor] = {}
         self.looks_at_all = False  # whether all values of all slots are measured in the next forward pass
         activations.observe(self._measure)
 
     @property
     def has_any(self) -> bool:
-        """Whether any slot was packed so far."""
+        """Return whether an activation that is to be measured was packed so far, so that there are numbers to read."""
         return self._numbers is not None
 
     @property
     def device(self) -> torch.device:
-        """The device on which measurements are stored; the CPU before the first one."""
+        """Return the device on which measurements are stored; the CPU before the first one."""
         return self._numbers.device if self._numbers is not None else torch.device("cpu")
 
     def read(self, norm: Tensor | None) -> tuple[float, dict[str, SlotSignal]]:
-        """Return, as maxima over all processes, the gradient norm `norm` and the measurements of each slot since the last call.
+        """Return the gradient norm, and what was measured of each slot since the last call; both are maxima over processes.
 
-        `norm`: that of this process; for None, the returned norm is negative unless another process has one.
+        `norm` is the gradient norm of this process; if it is None in all processes, the returned norm is negative.
         """
         assert self._numbers is not None
         first = self._numbers.new_tensor([UNSEEN]) if norm is None else norm.detach().reshape(1).to(self._numbers)
@@ -85,14 +92,14 @@ class Signals:
         return values[0], {name: SlotSignal(error, largest) for name, error, largest in rows if error != UNSEEN}
 
     def is_due(self, num_calls: int) -> bool:
-        """Return whether the measurements of a compiled graph's call with this number (from 1) are used.
+        """Return whether the measurements of call number `num_calls` (from 1) of a compiled graph are used.
 
-        These are the first call and each `every`-th later one; all calls while `looks_at_all` is set.
+        Those of the first call and of each `every`-th later one are used; while `looks_at_all` is set, those of all calls.
         """
         return self.looks_at_all or num_calls % self._every == 1 % self._every
 
     def add(self, slots: Sequence[tuple[str, ...]], numbers: Tensor) -> None:
-        """Record what a compiled graph measured: (error, largest) for each saved tensor, whose slots are `slots`."""
+        """Record `numbers`, (error, largest value) of each tensor that a compiled graph saved; `slots`: slot names of each."""
         if self._numbers is None:
             self._numbers = torch.full((2, len(self._names)), UNSEEN, device=numbers.device)
         index = self._indices.get(tuple(slots))
@@ -118,7 +125,7 @@ class Signals:
         return flat, form.codec.decode(form.on_device(), (form.numel,), (1,))
 
     def _sample(self, flat: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        """Return exact and decoded values of a part of the packed tensor of slot `name`; each measurement takes another part."""
+        """Return a part of the values `flat` of tensor `name`, exact and after rounding; another part at each measurement."""
         decision = self._activations.decisions[name]
         assert decision.format is not None
         num_pieces = max(1, flat.numel() // SAMPLE)
@@ -146,9 +153,9 @@ def relative_error(exact: Tensor, rounded: Tensor, *, is_centered: bool) -> Tens
 
 
 class SessionGuard(ABC):
-    """The attributes and methods of a guard that its session uses."""
+    """Declares what a session uses of its guard, which changes formats during training."""
 
-    slots: Mapping[str, Any]  # name -> traced slot, of those that it measures
+    slots: Mapping[str, Any]  # the slots that the guard measures, by name, as the trace has them
     signals: Signals
     actions: list[Action]
     budget_bytes: int
@@ -156,15 +163,15 @@ class SessionGuard(ABC):
 
     @abstractmethod
     def passes_over(self) -> bool:
-        """Return whether the forward pass that begins is run by the guard itself, so that nothing is packed."""
+        """Return whether the guard itself runs the forward pass that now begins; nothing is packed in such a pass."""
 
     @abstractmethod
     def read_formats(self, format_of: Callable[[str], Format | None]) -> None:
-        """Set the function `format_of(slot name)` that returns a slot's current format."""
+        """Set the function that returns the current format of a saved tensor, given its slot name."""
 
     @abstractmethod
     def reprobe(self, batch: Any, loss: Callable[..., Tensor] | None) -> Any:
-        """Measure on `batch` the gradient error that rounding each slot causes, choose formats by it, and return these sensitivities."""
+        """Measure on `batch` the gradient error that rounding each saved tensor causes, choose formats by it, and return it."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -172,11 +179,11 @@ class SessionGuard(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any], plan: Plan) -> None:
-        """Restore a guard's state; `plan` was its current plan when the state was saved."""
+        """Restore a guard's state; `plan` must be the plan that the guard used when the state was saved."""
 
     @abstractmethod
     def close(self) -> None:
         """Remove the guard's hooks."""
 
 
-GuardFactory = Callable[[Activations, Callable[[Plan], None]], SessionGuard]  # of a session's activations, and what sets its plan
+GuardFactory = Callable[[Activations, Callable[[Plan], None]], SessionGuard]  # (activations, function that sets the plan) -> guard

@@ -1,9 +1,9 @@
 """Tiles: modules that act on tokens one by one run over pieces of the sequence, so that their temporaries are those of one piece.
 
-A rule of `plan.tiles` names modules and a number of tokens. Of each, the outermost modules inside are tiled whose output has, for every
-token, values that depend on that token alone: MLPs, norms, projections with adapters. A module's operations decide that when it is first
-called (autograd/token_ops.py), not its name. Attention stays whole, and so does a linear layer alone unless a rule names it, since its only
-large tensors are its input and output.
+A rule of `plan.tiles` names modules and a number of tokens. Inside a named module, the outermost modules are tiled that compute each token
+of their output from this token alone: MLPs, norms, projections with adapters. A module's operations decide that when it is first called
+(autograd/token_ops.py), not its name. Attention runs whole, and so does a single linear layer unless a rule names it, since its only large
+tensors are its input and output.
 
     forward     each piece runs without gradients into its part of the output; autograd keeps the module's input alone
     backward    each piece runs again with gradients, and its backward at once; the input's gradient is written piece by piece
@@ -67,9 +67,9 @@ TWICE = (
 
 
 class Reason(NamedTuple):
-    """The reason why a module runs whole, rather than over pieces of the sequence.
+    """Says why a module runs whole, rather than over pieces of the sequence.
 
-    `is_expected`: modules of its class, such as attention, never run in pieces, so a rule for the layer around it did not mean it.
+    `is_expected`: such modules, attention for example, never run in pieces, so a rule for the layer around them does not mean them.
     """
 
     text: str
@@ -77,7 +77,7 @@ class Reason(NamedTuple):
 
 
 class TiledModules:
-    """The modules of one model that run over pieces of the sequence."""
+    """Makes the modules that `plan.tiles` names run over pieces of the sequence, so that their temporaries are smaller."""
 
     def __init__(self, plan: Plan, model: nn.Module, watch: Watch, checkpointed: CheckpointedModules) -> None:
         self._watch, self._checkpointed, self._local = watch, checkpointed, threading.local()
@@ -103,20 +103,20 @@ class TiledModules:
     # --- calls ---
 
     def attach(self) -> None:
-        """Replace the forward of these modules, so that they run in pieces."""
+        """Replace the calls of the tiled modules, so that they run over pieces of the sequence."""
         self._is_attached = True
         for call in self._calls.values():
             call.attach()
 
     def detach(self) -> None:
-        """Restore the forward of these modules; backward of existing graphs still runs pieces."""
+        """Restore the calls of the tiled modules; backward of existing graphs still runs over pieces."""
         self._is_attached = False
         for call in self._calls.values():
             call.detach()
 
     @contextmanager
     def attached(self) -> Generator[None]:
-        """Return a context in which modules run in pieces even after `detach`, for second forward passes, which must repeat the first."""
+        """Return a context in which modules run in pieces even after `detach`, for backward, which runs layers again."""
         added = [call for call in self._calls.values() if call.attach()]
         try:
             yield
@@ -126,23 +126,23 @@ class TiledModules:
 
     @property
     def is_running(self) -> bool:
-        """Whether this thread runs a piece of a tiled module, or is in the context of `paused`."""
+        """Return whether this thread is running a module on one piece of a sequence, or is in the context of `paused`."""
         return getattr(self._local, "is_running", False)
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Return a context in which modules called in this thread run whole."""
+        """Return a context in which modules called in this thread run on the whole sequence."""
         with patched_attributes(self._local, is_running=True):
             yield
 
     @contextmanager
     def pieces(self) -> Generator[None]:
-        """Return a context for running a piece, in which nothing inside is tiled, followed or checkpointed by itself."""
+        """Return a context to run a module on one piece: hooks ignore its submodules, which are not tiled or checkpointed."""
         with self.paused(), self._watch.passing_over(), self._checkpointed.paused():
             yield
 
     def check(self, asked: TiledCall) -> None:
-        """Raise ApplyError if a rule names the module of `asked` and no module in it, nor itself, can run in pieces."""
+        """Raise ApplyError if a rule names the module of `asked`, and no module in it can run over pieces of the sequence."""
         inside = [call for path, call in self._calls.items() if is_inside(path, asked.path)]
         if asked.path in self._asked and asked.whole is not None and not any(call.is_by_token for call in inside):
             why = next((call.whole.text for call in inside if call.whole is not None), "")
@@ -151,7 +151,10 @@ class TiledModules:
     # --- what happened ---
 
     def changes(self, *, was_compiled: bool) -> Iterator[Change]:
-        """Yield a row for each module that runs whole although a rule was meant for it; `was_compiled`: torch.compile ran the model."""
+        """Yield a `Change` for each module that should run over pieces of the sequence, and runs whole.
+
+        `was_compiled`: whether torch.compile runs the model, so that no module runs in pieces.
+        """
         for path, text in self._asked.items():
             inside = {name: call for name, call in self._calls.items() if is_inside(name, path)}
             length = TILED.format(next(iter(inside.values())).length) if inside else text
@@ -166,7 +169,7 @@ class TiledModules:
                 yield Change(path, length, WHOLE, SHORT)
 
     def explain(self) -> list[SlotExplanation]:
-        """Return a row for each module that a rule covers and that was called."""
+        """Return a row for each module that ran over pieces of the sequence, and for each whose kind never does."""
         rows: list[SlotExplanation] = []
         for path, call in self._calls.items():
             asked = TILED.format(call.length)
@@ -179,19 +182,19 @@ class TiledModules:
 
 @final
 class TiledCall:
-    """One tiled module, and how its calls run.
+    """Replaces the call of one module: runs the module over pieces of the sequence, or whole where it must.
 
-    `whole`: the reason why it runs whole; None if it need not, or was not called yet.
+    `whole` is the reason why a call ran whole; None as long as no call had to.
     """
 
     def __init__(self, tiles: TiledModules, module: nn.Module, path: str, length: int) -> None:
         self.tiles, self.path, self.length, self.module = tiles, path, length, weakref.ref(module)
         self.whole: Reason | None = None
         self.is_by_token = self.has_run = self.is_short = False
-        self._reasons: dict[Any, Reason | None] = {}  # by what the operations of a call can depend on
+        self._reasons: dict[Any, Reason | None] = {}  # by the properties of a call that its operations can depend on
 
     def attach(self) -> bool:
-        """Make the module run in pieces, and return whether it ran whole before."""
+        """Make the module run over pieces of the sequence; return False if it did before, or if its call cannot be replaced."""
         module = self.module()
         if module is None or module._compiled_call_impl is self:
             return False
@@ -202,18 +205,18 @@ class TiledCall:
         return True
 
     def detach(self) -> None:
-        """Make the module run whole."""
+        """Restore the module's own call, so that it runs on the whole sequence."""
         module = self.module()
         if module is not None and module._compiled_call_impl is self:
             module._compiled_call_impl = None
 
     @property
     def was_called(self) -> bool:
-        """Whether a forward pass with gradients has called the module, outside of pieces of others."""
+        """Return whether a forward pass with gradients called the module, other than on a piece of an outer module's input."""
         return self.is_by_token or self.whole is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of the module, run over pieces if this call can be."""
+        """Run the module over pieces of the sequence if this call allows it, otherwise whole, and return its output."""
         module = self.module()
         assert module is not None
         if self.tiles.is_running or is_dynamo_compiling() or not torch.is_grad_enabled():
@@ -233,7 +236,7 @@ class TiledCall:
         return self._tiled(module, x, trained, (args[1:], kwargs))
 
     def _whole(self, module: nn.Module, reason: Reason, args: Any, kwargs: Any) -> Any:
-        """Return the output of the module, run whole; its first such call records the reason."""
+        """Run the module on the whole sequence and return its output; the first such call records the reason."""
         if self.whole is not None:
             return module._call_impl(*args, **kwargs)
         with OperationNames() as names:
@@ -272,9 +275,10 @@ class TiledCall:
 
 
 class TileRun:
-    """One call of a tiled module, with the data that its backward needs beside the saved input.
+    """Holds what the backward of one call of a module that runs over pieces of the sequence needs beside the saved input.
 
-    `out`: its output, until `Tiles.forward` returns it.
+    `rest`: the arguments of the call after the input. `saved`: the autograd node that holds the input. `out`: the output of the call, until
+    `Tiles.forward` returns it.
     """
 
     def __init__(
@@ -291,11 +295,11 @@ class TileRun:
         self.out: Tensor | None = None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context with the autocast settings that the call had in forward."""
+        """Return a context with the autocast settings that the module's call had in forward."""
         return uncached_autocast(*self._autocast)
 
     def of_piece(self, piece: Tensor) -> Any:
-        """Return the output of the module for a piece."""
+        """Return the output of the module for one piece of the sequence."""
         return self.module._call_impl(piece, *self.rest[0], **self.rest[1])
 
     def gradients(self, x: Tensor, gradient: Tensor, trained: list[Tensor]) -> list[Tensor | None]:
@@ -305,14 +309,14 @@ class TileRun:
 
 
 def pieces_of(x: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the first position and the values of each piece of `length` tokens (dimension -2) of a tensor; the last may be shorter."""
+    """Yield (first position, values) of each piece of `length` tokens (dimension -2) of `x`."""
     for start in range(0, x.shape[-2], length):
         yield start, x.narrow(-2, start, min(length, x.shape[-2] - start)).contiguous()
 
 
 @torch.no_grad()
 def output_of_pieces(call: Callable[[Tensor], Any], x: Tensor, length: int) -> Tensor:
-    """Return the output of a module that runs over pieces of `length` tokens of `x`; `call` returns that of a piece."""
+    """Return a module's output for `x`, computed in pieces of `length` tokens by `call`."""
     out: Any = None
     for start, piece in pieces_of(x, length):
         part = call(piece)
@@ -327,9 +331,9 @@ def output_of_pieces(call: Callable[[Tensor], Any], x: Tensor, length: int) -> T
 def gradients_of_pieces(
     call: Callable[[Tensor], Any], x: Tensor, gradient: Tensor, trained: list[Tensor], *, length: int, needs_input: bool
 ) -> list[Tensor | None]:
-    """Return the gradients of `x` and of the parameters `trained`, given the `gradient` of the output.
+    """Return the gradients of `x` and of the parameters `trained`, given the `gradient` of a module's output.
 
-    `call` returns the output of a piece. `needs_input`: whether `x` needs a gradient.
+    `call` returns the output for one piece of `length` tokens. `needs_input`: whether `x` needs a gradient.
     """
     of_input = torch.empty_like(x) if needs_input else None
     sums = GradientSums(trained, gradient)
@@ -352,7 +356,7 @@ def gradients_of_pieces(
 
 
 class GradientSums:
-    """Sums of the gradients of parameters over pieces, in float32 for 16-bit parameters, else in the parameter's dtype."""
+    """Adds up gradients of parameters over the pieces of a sequence, in float32 for 16-bit parameters, else in their dtype."""
 
     def __init__(self, trained: list[Tensor], gradient: Tensor) -> None:
         self._trained, self._borrowed = trained, gradient.untyped_storage()._cdata
@@ -360,7 +364,7 @@ class GradientSums:
 
     @torch.no_grad()
     def add(self, gradients: list[Tensor | None]) -> None:
-        """Add the gradients of one piece, and empty the list."""
+        """Add the gradients of one piece to the sums, and set the items of the list to None, which frees them."""
         for place in range(len(gradients)):
             gradient, gradients[place] = gradients[place], None
             held = self._sums[place]
@@ -380,7 +384,10 @@ class GradientSums:
 
 @final
 class TileInput(Function):
-    """An autograd function that saves the input of a tiled module, and returns an empty tensor whose node holds the input."""
+    """Saves the input of a module that runs over pieces of the sequence, as an autograd function.
+
+    It returns an empty tensor, whose autograd node holds the input.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *trained: Tensor) -> Tensor:
@@ -391,17 +398,17 @@ class TileInput(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Return no gradients, since `Tiles` returns those of the input."""
+        """Return None for each input, since `Tiles` returns the gradients."""
         return (None,) * len(ctx.needs_input_grad)
 
 
 @final
 class Tiles(Function):
-    """The autograd function for the output of a tiled module, whose backward runs the module again in pieces."""
+    """Returns the output of a module that runs over pieces of the sequence, and runs it again in backward, piece by piece."""
 
     @staticmethod
     def forward(ctx: Any, run: TileRun, kept: Tensor, x: Tensor, *trained: Tensor) -> Tensor:
-        """Return the module's output, which is computed already; `kept`: the result of `TileInput`."""
+        """Return the module's output, which is computed already; `kept` is the result of `TileInput`."""
         ctx.run, ctx.trained = run, trained
         out, run.out = run.out, None
         assert out is not None
@@ -426,6 +433,6 @@ def autocast_of(x: Tensor) -> tuple[str, bool, Any]:
 def uncached_autocast(kind: str, is_enabled: bool, dtype: Any) -> AbstractContextManager[Any]:
     """Return an autocast context for a type of device (`kind`), without torch's cache of casts.
 
-    Other modules would find casts in that cache that were made without gradients.
+    With the cache, other modules would get casts of weights that were made without gradients.
     """
     return torch.autocast(kind, dtype=dtype, enabled=is_enabled, cache_enabled=False)

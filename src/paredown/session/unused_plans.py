@@ -1,4 +1,4 @@
-"""Plans that do nothing on a model, or a part of them: rules without a tensor, scripted modules, and steps that no session saw.
+"""Finds what a plan cannot do on a model: rules that match no tensor, scripted modules, and steps that no session saw.
 
 frozen=*        no parameter of the model is frozen: the preset frozen4 stores nothing
 net.encoder     a scripted module, whose inside no hook reads
@@ -38,7 +38,7 @@ SCRIPTED = "torch.jit.script compiled it, and hooks cannot read what it saves in
 
 
 def unused_rules(plan: Plan, model: nn.Module) -> list[Change]:
-    """Return a row of changes for each rule of a role (weights, frozen weights, ...) that matches no parameter."""
+    """Return a `Change` for each rule on a whole role (weights, frozen weights, ...) that matches no parameter."""
     needs = [p.requires_grad for p in model.parameters()]
     rows: list[Change] = []
     for text, assignment in plan.rules:
@@ -76,7 +76,7 @@ def scripted_parts(model: nn.Module) -> list[str]:
 
 
 def scripted_changes(plan: Plan, paths: Iterable[str]) -> list[Change]:
-    """Return a row of changes for each scripted module, whose activations cannot be packed."""
+    """Return a `Change` for each scripted module of `paths`, whose activations cannot be packed."""
     rest = plan.find(("",), Role.ACTIVATION).format
     return [Change(path, str(rest), UNMODIFIED, SCRIPTED) for path in paths if rest is not None]
 

@@ -1,6 +1,4 @@
-"""Decisions that depend on the values of saved tensors.
-
-They say when operands of attention and inputs of norms, sin, cos and checkpointed layers stay unmodified.
+"""Decides by their values which saved tensors stay unmodified: operands of attention, inputs of norms and others.
 
 Attention. Backward computes P = exp(scale q.k - logsumexp) with the decoded q and k and the exact logsumexp of the forward pass. The
 logits are off by about
@@ -66,9 +64,9 @@ READ_INTERVAL = 8
 
 @dataclass(eq=False, slots=True)
 class DeviceReading:
-    """Numbers that were read from a tensor on a device, while a copy of newer numbers to the host may be under way.
+    """Holds numbers that were read from a device, while newer numbers may be on their way to the host.
 
-    `forwards`: the number of the forward pass that asked for them last. `pending`: the newer numbers; None without a copy.
+    `forwards`: the number of the forward pass that last asked for numbers. `pending`: the newer numbers; None if none are copied.
     """
 
     values: list[float]
@@ -78,7 +76,7 @@ class DeviceReading:
 
 
 class KnownReason(NamedTuple):
-    """A reason to leave a slot unmodified ("" for none), with the format and numbers that it follows from."""
+    """Holds a reason to leave a saved tensor unmodified ("" for none), and the format and numbers behind it."""
 
     reason: str
     reading: DeviceReading
@@ -91,7 +89,7 @@ class KnownReason(NamedTuple):
 
 
 class ValueBounds:
-    """Decides by their values which saved tensors must stay unmodified, and keeps the numbers that it has read."""
+    """Decides by their values which saved tensors must stay unmodified, and keeps the numbers that it measured of them."""
 
     def __init__(self) -> None:
         self._readings: dict[str, DeviceReading] = {}
@@ -99,7 +97,10 @@ class ValueBounds:
         self._last: DeviceReading | None = None  # the one that `_read` returned last
 
     def known_reason(self, name: str, format: Format, forwards: int) -> str | None:
-        """Return the reason to leave a slot unmodified, "" for none; None if forward pass number `forwards` must read values to know."""
+        """Return the known reason to leave tensor `name` unmodified ("" for none); None if its values must be read.
+
+        `forwards`: the number of the forward pass.
+        """
         known = self._known.get(name)
         return known.reason if known is not None and forwards % READ_INTERVAL and known.holds(format) else None
 
@@ -165,7 +166,7 @@ class ValueBounds:
 
 
 def depends_on_values(saved: Saved) -> bool:
-    """Return whether a saved tensor of this kind may be packed only if its values allow it."""
+    """Return whether the values of a saved tensor decide if it may be packed."""
     tensor = saved.tensor
     assert tensor is not None
     if saved.pin in ATTENTION_PINS or saved.op in PERIODIC or (is_checkpoint_input(saved.name) and tensor.numel() > 0):
@@ -182,7 +183,7 @@ def is_capturing() -> bool:
 
 
 def check_is_warm(what: str) -> None:
-    """Raise ApplyError if a CUDA graph is being captured; `what` says in the message what must run before a capture."""
+    """Raise ApplyError if a CUDA graph is being captured; `what` is the action that must be done once before a capture."""
     if is_capturing():
         raise ApplyError(
             f"a CUDA graph is being captured, and the session {what} for the first time, which a capture forbids. Run three training "
@@ -193,7 +194,8 @@ def check_is_warm(what: str) -> None:
 def reason_of_attention(numbers: Sequence[float], scale: float, format: Format, head_dim: int) -> str:
     """Return why operands of attention must stay unmodified; "" if they may be packed.
 
-    `numbers`: the result of `join_attention_parts`. No logit exceeds scale * max|q| * max|k| (Cauchy-Schwarz).
+    `numbers`: the result of `join_attention_parts`. `scale`: the factor of logits, so that none exceeds scale * max|q| * max|k|
+    (Cauchy-Schwarz). `head_dim`: the number of values in a query.
     """
     query, key, of_output, of_value = numbers
     bound = abs(scale * query) * key if abs(query) * key < inf else inf
@@ -210,14 +212,14 @@ def reason_of_attention(numbers: Sequence[float], scale: float, format: Format, 
 
 
 def reason_of_spread(spread: float) -> str:
-    """Return why the input of a norm stays unmodified; "" if it may be packed. `spread` is that of `spread_of_ranges`."""
+    """Return why a norm's input must stay unmodified; "" if it may be packed. `spread`: what `spread_of_ranges` returned."""
     if spread <= MAX_SPREAD:
         return ""
     return f"blocks hold several channels or rows, whose values spread over {spread:.3g} times the smallest standard deviation"
 
 
 def measure_attention(node: Any) -> Tensor:
-    """Return the four numbers that decide whether attention operands may be packed, from what the autograd node of attention saved."""
+    """Return the four numbers of `join_attention_parts` for an attention node, which decide whether it may be packed."""
     query, scale = node._saved_query, node._saved_scale
     numbers = join_attention_parts(attention_parts(query, node._saved_key, node._saved_value, node._saved_output))
     return torch.cat([numbers[:1] * (query.shape[-1] ** -0.5 if scale is None else scale), numbers[1:]])
@@ -226,8 +228,8 @@ def measure_attention(node: Any) -> Tensor:
 def attention_parts(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> tuple[Tensor, ...]:
     """Return six tensors from which `join_attention_parts` computes the bounds of attention.
 
-    These are the norms of all queries and of all keys, and variances and means of the output and of the values over groups of tokens. Means
-    are of the first sequences of a batch: SAMPLE_SIZE values or a few more. In a compiled graph each operand takes one kernel.
+    These are the norms of all queries and of all keys, and variances and means of the output and of the values over groups of tokens, in
+    the first sequences of a batch (SAMPLE_SIZE values or a few more). In a compiled graph each operand takes one kernel.
     """
     norms = (torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).reshape(-1) for t in (query, key))
     moments = (moment for t in (output, value) for moment in torch.var_mean(_in_groups(_sample(t)).float(), dim=-2, correction=0))
@@ -235,9 +237,9 @@ def attention_parts(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -
 
 
 def join_attention_parts(parts: Sequence[Tensor]) -> Tensor:
-    """Return four numbers for each attention in one 1-D tensor: the largest norms and mean variances of its heads.
+    """Return four numbers for each attention: the largest norms of query and key, mean variances of output and value.
 
-    `parts`: the results of `attention_parts` for each attention, one after the other.
+    `parts`: the results of `attention_parts` for each attention, one after the other. The result is 1-D.
     """
     largest = [torch.stack(tuple(parts[i::6])).amax(1) for i in range(2)]
     within = [torch.stack(tuple(parts[i::6])).flatten(1).mean(1) for i in (2, 4)]
@@ -246,7 +248,7 @@ def join_attention_parts(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _in_groups(tensor: Tensor) -> Tensor:
-    """Return (..., tokens, values) as (..., groups, tokens of a group, values): of GROUP_TOKENS, or one group of all tokens."""
+    """Return (..., tokens, values) as (..., groups, GROUP_TOKENS, values), or as one group if GROUP_TOKENS does not divide."""
     num_tokens = tensor.shape[-2]
     return tensor.unflatten(-2, (num_tokens // GROUP_TOKENS, GROUP_TOKENS) if num_tokens % GROUP_TOKENS == 0 else (1, num_tokens))
 
@@ -267,7 +269,7 @@ def largest_of_rows(tensor: Tensor) -> Tensor:
 
 
 def extremes(rstd: Tensor, mean: Tensor) -> Tensor:
-    """Return the smallest and largest rstd and the smallest and largest mean of a norm's channels, (4,).
+    """Return four numbers: the smallest and largest rstd, and the smallest and largest mean, of a norm's channels.
 
     >>> extremes(torch.tensor([2.0, 1.0]), torch.tensor([0.0, 6.0]))
     tensor([1., 2., 0., 6.])
@@ -278,7 +280,7 @@ def extremes(rstd: Tensor, mean: Tensor) -> Tensor:
 def ranges_of_statistics(statistics: Sequence[Tensor], length: int = BLOCK) -> Tensor:
     """Return the `extremes` of every `length` channels of many norms, in one 1-D tensor.
 
-    `statistics`: mean and rstd of the first norm, mean and rstd of the second, ...; `length` divides the channels of each.
+    `statistics`: mean and rstd of the first norm, mean and rstd of the second, ...; `length` divides the number of channels of each.
     """
     mean, rstd = (torch.cat([t.reshape(-1) for t in statistics[i::2]]).view(-1, length) for i in range(2))
     return torch.stack([rstd.amin(1), rstd.amax(1), mean.amin(1), mean.amax(1)], 1).reshape(-1)
@@ -287,7 +289,7 @@ def ranges_of_statistics(statistics: Sequence[Tensor], length: int = BLOCK) -> T
 def spread_of_ranges(ranges: Sequence[float], eps: float) -> float:
     """Return the range of values across channels in units of the smallest standard deviation; inf if a variance is below `eps`.
 
-    `ranges`: `extremes` of the channels of one norm, or of parts of them.
+    `ranges`: the smallest and largest rstd and mean (`extremes`) of the channels of one norm, or of each part of them in turn.
 
     >>> spread_of_ranges([1.0, 2.0, 0.0, 6.0], eps=0.0)
     2.0
@@ -309,14 +311,15 @@ def blocks_mix_groups(tensor: Tensor, num_groups: int, op: str) -> bool:
 
 
 def _lies_in_rows(tensor: Tensor, op: str) -> bool:
-    """Return whether a norm over rows of the last dimension has whole blocks in each row."""
+    """Return whether the norm `op` normalizes rows of the last dimension of `tensor` that consist of whole blocks."""
     return op != "batch_norm" and tensor.dim() > 0 and tensor.stride(-1) == 1 and tensor.shape[-1] % BLOCK == 0
 
 
 def update_reading(reading: DeviceReading, measure: Callable[[], Tensor], forwards: int) -> bool:
-    """Read values whose copy to the host is complete, start a copy every READ_INTERVAL passes, and return whether there are new values.
+    """Put the numbers of a finished copy from the GPU into `reading`; return whether there were such numbers.
 
-    There is at most one copy at a time, and none is started while a CUDA graph is captured. `forwards`: the number of the pass.
+    Then the next copy, of `measure()`, starts if it is due: every READ_INTERVAL passes if none is under way and no CUDA graph is captured.
+    `forwards`: the number of the forward pass.
     """
     reading.forwards = forwards
     if torch.cuda.is_current_stream_capturing():
@@ -335,9 +338,9 @@ def update_reading(reading: DeviceReading, measure: Callable[[], Tensor], forwar
 
 
 class Bounds(NamedTuple):
-    """The bounds of a stored mask: the bit of a value is `low < value < high`.
+    """Holds the bounds of a stored mask: the bit of a value is `low < value < high`.
 
-    `values`: what bits 1 and 0 are decoded as; None if no two values give the same backward.
+    `values` are the numbers that bits 1 and 0 are decoded as; None if a bit for each value is not enough for backward.
     """
 
     low: float
@@ -346,10 +349,9 @@ class Bounds(NamedTuple):
 
 
 def use_and_detail(saved: Saved, tensor: Tensor) -> tuple[Use, Any]:
-    """Return what backward needs of a saved tensor, with the bounds of its mask or the dtype of its integers.
+    """Return what backward needs of a saved tensor, and a detail of it: mask bounds, an integer dtype or None.
 
-    Both are part of the key of the stored form, since several views of one storage may be saved: two views may hold {0, 1} and {0, 2}, and
-    they may share bits only if both decode to the same two values.
+    Two views of one storage share stored data only if need and detail are equal: masks of {0, 1} and of {0, 2} are different.
     """
     if saved.use is Use.INSIDE:
         low = _bound_in(tensor.dtype, saved.node._saved_min_val, up=False)
@@ -366,7 +368,7 @@ def use_and_detail(saved: Saved, tensor: Tensor) -> tuple[Use, Any]:
 
 
 def _inside_and_outside(low: float, high: float, dtype: torch.dtype) -> tuple[float, float] | None:
-    """Return one value of `dtype` between two bounds and one outside of them; None if none lies between."""
+    """Return one value of `dtype` between two bounds and one outside of them; None if no value lies between."""
     middle = (
         0.0 if low < 0 < high else (low + high) / 2 if isfinite(low + high) else 2 * high - 1 if isfinite(high) else 2 * low + 1
     )
@@ -387,8 +389,8 @@ def _bound_in(dtype: torch.dtype, bound: float, *, up: bool) -> float:
 def _only_positive_value(tensor: Tensor) -> float | None:
     """Return the positive value of a tensor that otherwise holds only 0, such as a dropout mask; None for other tensors.
 
-    It is None on a GPU too, where dropout has a boolean mask and reading values would synchronize with the device. The answer is valid for
-    this view: the caller keys the stored form by it. A negative zero counts as another value: one bit cannot encode it.
+    Return None on a GPU too, where dropout has a boolean mask and reading values would synchronize with the device. The result is valid for
+    this view alone, so the caller makes it a part of the stored form's key. A negative zero counts as another value.
     """
     if tensor.device.type != "cpu" or not tensor.is_floating_point() or not tensor.numel():
         return None

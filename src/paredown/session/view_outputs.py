@@ -31,11 +31,10 @@ NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class ViewOutputs:
-    """Hooks that replace module outputs that are views, so that in-place operations on them can be packed.
+    """Replaces module outputs that are views by other tensors, so that what in-place operations on them save can be packed.
 
-    Outputs of `Linear` are replaced only if a module of the model works in place.
-
-    `replaces`: the type of the outputs that are replaced. A trace of fake tensors has its own hooks, beside those of a session.
+    Outputs of `Linear` are replaced only if a module of the model works in place. `replaces`: the type of the outputs that are replaced,
+    Tensor in a session and FakeTensor in a trace, which has hooks of its own.
     """
 
     def __init__(self, model: nn.Module, replaces: type[Tensor] = Tensor) -> None:
@@ -45,7 +44,7 @@ class ViewOutputs:
         self._handles: list[Any] = []
 
     def attach(self) -> None:
-        """Register the hooks before all other hooks of these modules, so that no other hook gets the view."""
+        """Register the hooks that replace views, before all other hooks of these modules, which then get no view."""
         hook = partial(without_view, self._replaces)
         self._handles = [module.register_forward_hook(Hook(hook), prepend=True) for module in self._modules]
 
@@ -57,7 +56,7 @@ class ViewOutputs:
 
 
 def without_view(replaces: type[Tensor], module: nn.Module, args: Any, output: Any) -> Tensor | None:
-    """Return `output`, a view of type `replaces`, as a tensor that is no view; None if it need not be replaced."""
+    """Return a tensor that is no view in place of `output`; None if it is not a view of type `replaces`."""
     if type(output) is not replaces or output.grad_fn is None or not output._is_view() or global_hooks._global_forward_hooks:
         return None
     return torch.ops.aten._unsafe_view(output, output.size())

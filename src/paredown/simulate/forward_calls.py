@@ -1,4 +1,4 @@
-"""Follows the operations of a forward pass: an `OperationListener` is called for every output of an operation, with the name of its slot.
+"""`ForwardCalls` names every output of an operation in a forward pass, and calls an `OperationListener` with it.
 
     layer3.0.conv1:output     the output of `layer3.0.conv1`, a module of torch.nn without children
     encoder.3:add.output      a sum in the forward of `encoder.3`; the second one is `encoder.3:add#2.output`
@@ -43,7 +43,7 @@ MOVES = frozenset(
         *("pixel_shuffle", "pixel_unshuffle", "channel_shuffle"),
     )
 )
-READS = frozenset(("get", "set", "delete"))  # attributes of tensors
+READS = frozenset(("get", "set", "delete"))  # accesses to attributes of tensors
 SAME_OP = {
     **dict.fromkeys(("conv_transpose", "convolution"), "conv"),
     **dict.fromkeys(("mm", "addmm"), "linear"),
@@ -63,7 +63,7 @@ CROSS_ENTROPY = torch._C._nn.cross_entropy_loss
 
 @dataclass(eq=False, slots=True)
 class OperandSource:
-    """One input of an operation: the value attached to the tensor, and the autograd edge of its gradient."""
+    """One input of an operation: what a listener has attached to it, and the autograd edge along which its gradient flows."""
 
     value: Any
     edge: tuple[Any, int]  # autograd node, and the number of its output
@@ -71,9 +71,9 @@ class OperandSource:
 
 @dataclass(eq=False, slots=True)
 class ForwardOperation:
-    """One call of an operation: name, inputs, and the number of its first autograd node."""
+    """One call of an operation in a forward pass: name, inputs, parameters, and the number of its first autograd node."""
 
-    name: str  # of its slots, without "output"
+    name: str  # of its outputs, without "output" at the end
     op: str
     sources: list[OperandSource]
     weights: list[nn.Parameter]
@@ -81,43 +81,49 @@ class ForwardOperation:
     num_unknown: int = 0  # float inputs that are neither values nor weights
 
     def output_name(self, number: int) -> str:
-        """Return the slot name of an output of this operation."""
+        """Return the name by which plans refer to an output of this operation; `number` counts outputs from 1."""
         return f"{self.name}output{number if number > 1 else ''}"
 
 
 class OperationListener(ABC):
-    """The interface of objects that are called before and after every operation of a forward pass."""
+    """The interface of objects that `ForwardCalls` calls before and after every operation of a forward pass."""
 
     @abstractmethod
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """Return the tensor that operations use in place of a parameter."""
+        """Return the tensor that operations must use in place of this parameter, such as a rounded copy."""
 
     @abstractmethod
     def begins(self, operation: ForwardOperation) -> None:
-        """Process the operation that will run next."""
+        """Process an operation that will run next; its `name` is not known yet."""
 
     @abstractmethod
     def made(self, operation: ForwardOperation, out: Tensor, number: int) -> Any:
-        """Process output `number` of an operation, which may be changed in place, and return the value to attach to it."""
+        """Process `out`, which an operation returned as its output `number` (from 1), and return an object to attach to it.
+
+        `out` may be changed in place.
+        """
 
     def moved(self, value: Any, out: Tensor, name: str) -> tuple[Any, Tensor]:
-        """Process a view or copy of a value (its part `name`, or all for ""), and return its value and the tensor to use."""
+        """Process `out`, a view or copy of a tensor to which `value` is attached; return the object and tensor to use for it.
+
+        A slice has a `name`, by which plans refer to it; for a tensor with all elements `name` is empty.
+        """
         return value, out
 
 
 def mark(tensor: Tensor, listener: OperationListener, value: Any) -> None:
-    """Attach a value to a tensor, to be read later by `mark_of` with the same `listener`."""
+    """Attach an object to a tensor, which `mark_of` later returns to the same `listener`."""
     setattr(tensor, MARK, (listener, value))
 
 
 def mark_of(tensor: Tensor, listener: OperationListener) -> Any:
-    """Return the value that `mark` attached to a tensor for `listener`; None if there is none."""
+    """Return the object that `mark` has attached to a tensor for this `listener`; None if there is none."""
     marked = getattr(tensor, MARK, None)
     return marked[1] if marked is not None and marked[0] is listener else None
 
 
 def tensors_in_nest(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists and dicts."""
+    """Yield the tensors in `values`, which may be nested tuples, lists and dicts."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, tuple | list):
@@ -133,7 +139,7 @@ def is_weight(tensor: Tensor) -> bool:
 
 
 def replace_tensors(values: Any, by: Callable[[Any], Tensor], kind: type[Tensor] = nn.Parameter) -> Any:
-    """Return the same nested containers with `by(tensor)` for each parameter, or with `kind=Tensor` for each tensor."""
+    """Return nested containers with `by(tensor)` in place of each parameter, or of each tensor if `kind` is Tensor."""
     if isinstance(values, Tensor):
         return by(values) if kind is Tensor or is_weight(values) else values
     if isinstance(values, dict):
@@ -143,7 +149,7 @@ def replace_tensors(values: Any, by: Callable[[Any], Tensor], kind: type[Tensor]
 
 @cache
 def op_of(func: Any) -> str:
-    """Return the name of an operation, equal for its variants: conv1d and conv2d are "conv"; `+`, add and add_ are "add".
+    """Return an operation's name, the same for all variants: "conv" for conv1d and conv2d, "add" for `+`, add and add_.
 
     >>> [op_of(f) for f in (nn.functional.conv2d, Tensor.__iadd__, Tensor.relu_, nn.functional.avg_pool2d)]
     ['conv', 'add', 'relu', 'avg_pool']
@@ -158,7 +164,10 @@ def op_of(func: Any) -> str:
 
 @cache
 def without_mode_check(func: FunctionType) -> Callable[..., Any]:
-    """Return a copy of a Python function of torch whose inner calls a function mode can see."""
+    """Return a copy of a torch function written in Python, without the checks that hide its inside from modes.
+
+    A TorchFunctionMode then sees the functions that it calls.
+    """
     checks = {name: lambda *_: False for name in func.__globals__ if CHECKS.fullmatch(name)}
     unchecked = FunctionType(func.__code__, {**func.__globals__, **checks}, func.__name__, func.__defaults__, func.__closure__)
     unchecked.__kwdefaults__ = func.__kwdefaults__
@@ -170,14 +179,14 @@ def without_mode_check(func: FunctionType) -> Callable[..., Any]:
 
 @dataclass(eq=False, slots=True)
 class Frame:
-    """A module whose forward is running, with counts of its operations by name."""
+    """A module whose forward is running, with the number of times that each operation was called in it so far."""
 
     path: str
     is_plain_leaf: bool
     counts: dict[str, int] = field(default_factory=dict)
 
     def prefix(self, op: str) -> str:
-        """Count an operation, and return the part of its slot name before the operand, such as "encoder.3:add#2."."""
+        """Count a call of the operation `op`, and return the beginning of its outputs' names, such as "encoder.3:add#2."."""
         self.counts[op] = count = self.counts.get(op, 0) + 1
         if self.is_plain_leaf and len(self.counts) == 1 and count == 1:
             return f"{self.path}:"
@@ -186,7 +195,7 @@ class Frame:
 
 @final
 class ForwardCalls(TorchFunctionMode):
-    """A function mode that calls a listener for each operation of a forward pass, with slot names."""
+    """A TorchFunctionMode that calls a listener for each operation of a forward pass, and names the operation's outputs."""
 
     def __init__(self, model: nn.Module, listener: OperationListener) -> None:
         super().__init__()
@@ -212,7 +221,7 @@ class ForwardCalls(TorchFunctionMode):
 
     @contextmanager
     def following(self, path: str = "") -> Generator[None]:
-        """Return a context in which operations are reported under the module path `path`."""
+        """Return a context that calls the listener for operations outside of the model; names begin with `path`."""
         self.start(path)
         try:
             yield
@@ -220,7 +229,7 @@ class ForwardCalls(TorchFunctionMode):
             self.stop()
 
     def start(self, path: str = "") -> None:
-        """Begin to report the operations of a forward pass, which may be nested in another one."""
+        """Begin to call the listener for each operation, as a forward pass begins, which may be inside of another one."""
         outer = self._running.frames if self.is_running else None
         if outer is None:
             self.__enter__()
@@ -230,14 +239,14 @@ class ForwardCalls(TorchFunctionMode):
         self._running.times = dict[str, int]()
 
     def stop(self) -> None:
-        """Stop reporting the operations of the innermost forward pass."""
+        """End what the last `start` has begun: the innermost forward pass is over."""
         self._running.frames, self._running.times = self._running.outer.pop()
         if not self.is_running:
             self.__exit__(None, None, None)
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Return a context in which operations are not reported."""
+        """Return a context in which the listener is not called."""
         frames, self._running.frames = getattr(self._running, "frames", None), None
         try:
             yield
@@ -246,7 +255,7 @@ class ForwardCalls(TorchFunctionMode):
 
     @property
     def is_running(self) -> bool:
-        """Whether this thread is inside a forward pass."""
+        """Whether this thread is inside a forward pass whose operations the listener gets."""
         return getattr(self._running, "frames", None) is not None
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -313,7 +322,7 @@ class ForwardCalls(TorchFunctionMode):
         return out
 
     def _moved(self, out: Any, op: str, tensors: list[Tensor]) -> Any:
-        """Return `out`, a view or copy of another tensor, with that tensor's value attached."""
+        """Return `out`, a view or copy of one of `tensors`, or several, after attaching to it the object of that tensor."""
         source = next((t for t in tensors if mark_of(t, self._listener) is not None), None)
         return out if source is None else replace_tensors(out, lambda tensor: self._part(tensor, source, op), Tensor)
 
@@ -340,7 +349,7 @@ def _split_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Callable[[], Tensor] | None:
-    """Return a function of log_softmax and nll_loss, as torch computes cross entropy; None for soft targets."""
+    """Return a function that computes cross entropy as log_softmax and nll_loss; None for class probabilities or smoothing."""
     if target.is_floating_point() or label_smoothing > 0:
         return None
     name = ("none", "mean", "sum")[int(reduction)]
@@ -350,12 +359,10 @@ def _split_cross_entropy(
 
 
 def _version(tensor: Tensor) -> int:
-    """Return the version counter of a tensor; -1 if it has none, as in inference mode."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def _is_in_place(name: str) -> bool:
-    """Return whether a function of this name changes its first argument in place: relu_, __iadd__."""
     return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 

@@ -1,6 +1,6 @@
-"""The tensors of one training step as the mixed-precision papers count them: an output for every operation, saved or not.
+"""`outline` lists the values of a training step: the model's inputs and the output of every operation, saved or not.
 
-`outline` runs the forward pass and the loss once on fake tensors. An `OutlineValue` is an input of the model or the output of an operation,
+It runs the forward pass and the loss once on fake tensors. An `OutlineValue` is an input of the model or the output of an operation,
 in place or not; in backward it has a gradient of the same size. A value has its own name and those under which operations save it, so that
 a plan's rule for `conv2:input` also matches `relu1:output`.
 
@@ -34,7 +34,7 @@ PART = "part"
 
 @dataclass(frozen=True)
 class OutlineValue:
-    """One value in a step, which is an input of the model or an output of an operation, and the values that it is computed from."""
+    """An input of the model or a result of an operation; `sources` are the indices of the values that it is computed from."""
 
     name: str
     op: str
@@ -42,11 +42,11 @@ class OutlineValue:
     sources: tuple[int, ...] = ()
     weights: tuple[str, ...] = ()
     saved_as: tuple[str, ...] = ()
-    num_uses: int = 0  # operations that have it as an input
+    num_uses: int = 0  # operations that have the value as an input
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name of the value, and the names under which operations save it."""
+        """All names by which a plan can refer to the value: its own, and those under which operations save it."""
         return (self.name, *(name for name in self.saved_as if name != self.name))
 
     @property
@@ -57,14 +57,14 @@ class OutlineValue:
 
 @dataclass(frozen=True)
 class Outline:
-    """All values of a step in the order of their computation, and the sizes of the parameters."""
+    """All values of a training step in the order in which they are computed, and the number of elements of each parameter."""
 
     values: tuple[OutlineValue, ...]
     weights: dict[str, int]
 
     @cached_property
     def users(self) -> dict[int, list[int]]:
-        """The indices of the values that are computed from each value."""
+        """For the index of each value, the indices of the values that operations compute from it."""
         users: dict[int, list[int]] = {index: [] for index in range(len(self.values))}
         for index, value in enumerate(self.values):
             for source in value.sources:
@@ -72,7 +72,7 @@ class Outline:
         return users
 
     def slots(self) -> list[tuple[tuple[str, ...], Role]]:
-        """Return the names and the role of every slot, in the form that `Plan.check` takes."""
+        """Return (names, role) of every tensor of the step to which a plan can give a format, for the check of a plan's rules."""
         pairs = [(value.names, role) for value in self.values for role in (Role.ACTIVATION, Role.ERROR)]
         roles = (Role.WEIGHT, Role.FROZEN, Role.GRADIENT, Role.MOMENT1, Role.MOMENT2, Role.MASTER)
         return [*pairs, *(((name,), role) for name in self.weights for role in roles)]
@@ -84,7 +84,10 @@ class Outline:
 
 
 def outline(model: nn.Module, batch: Any, *, loss: Callable[..., Tensor] | None = None) -> Outline:
-    """Return the values of one step of `model` on `batch`, a tuple of arguments, which ends with the target if `loss` is given."""
+    """Return a list of all values (inputs, results of operations) of one step of `model` on `batch`, found on fake tensors.
+
+    `batch` has the model's arguments, and as the last one the target if `loss` is given.
+    """
     check_model(model)
     parts = batch if isinstance(batch, tuple) else (batch,)
     args, targets = (parts[:-1], parts[-1:]) if loss is not None else (parts, ())
@@ -94,7 +97,10 @@ def outline(model: nn.Module, batch: Any, *, loss: Callable[..., Tensor] | None 
 def of_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[[Any, FakeTensors], Any] | None = None
 ) -> Outline:
-    """Return the outline of one call of `model` in training, and of `after(output, fakes)` if that is given."""
+    """Return the outline of one call of `model` in training and of what `after(output, fakes)` computes, such as a loss.
+
+    `fakes` turns other tensors, such as targets, into fake ones.
+    """
     fakes = FakeTensors()
     with with_fake_tensors(model, fakes):
         if not torch.is_grad_enabled():
@@ -119,7 +125,7 @@ def of_call(
 
 @final
 class OutlineListener(OperationListener):
-    """A listener that records all values of a forward pass and keeps them alive."""
+    """The listener that makes an outline: it records each value of a forward pass, and keeps all of them alive."""
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names, self._rows = names, list[dict[str, Any]]()
@@ -138,22 +144,22 @@ class OutlineListener(OperationListener):
         return weight
 
     def begins(self, operation: ForwardOperation) -> None:
-        """Do nothing, since only outputs are recorded."""
+        """Do nothing: only outputs of operations are recorded."""
 
     def made(self, operation: ForwardOperation, out: Tensor, number: int) -> int:
-        """Record an output of an operation as a new value, and return the index of the value."""
+        """Record `out` as a new value, and return its index, which is attached to the tensor."""
         sources = tuple(dict.fromkeys(source.value for source in operation.sources))
         weights = tuple(dict.fromkeys(self._names[id(w)] for w in operation.weights if id(w) in self._names))
         return self._add(out, name=operation.output_name(number), op=operation.op, sources=sources, weights=weights)
 
     def moved(self, value: int, out: Tensor, name: str) -> tuple[int, Tensor]:
-        """Record a view or copy of a value under the same index; a part of a value gets a new index."""
+        """Return the index `value` for `out`, a view or copy of that value, or a new index for a slice, which has a `name`."""
         self._kept.append(out)
         self._by_storage.setdefault(out.untyped_storage()._cdata, value)
         return self._add(out, name=name, op=PART, sources=(value,), weights=()) if name else value, out
 
     def saved(self, saved: Saved) -> None:
-        """Record the name under which an operation saves a value."""
+        """Record the name under which an operation saves a tensor, if that tensor is one of the values."""
         tensor = saved.tensor
         if tensor is None or saved.kind not in ("activation", "input") or not tensor.is_floating_point():
             return

@@ -1,4 +1,4 @@
-"""PEPPP's configurations as plans for `models/resnet.py`, and the memory of a configuration as PEPPP counts it.
+"""`peppp_plan` returns a configuration of PEPPP (ICLR 2022) as a plan; `memory_bytes` counts memory as PEPPP does.
 
 A configuration has a low-precision format for activations, their gradients, weights and their gradients, and a high-precision one for the
 input, the logits, master weights and momentum. All are rounded stochastically. PEPPP's floats have no subnormals, and as many exponents
@@ -42,16 +42,16 @@ HIGH_FORMATS = ("e6m7", "e6m9", "e6m11", "e7m7", "e7m9", "e7m11", "e8m7", "e8m9"
 
 
 def peppp_element(exponent_bits: int, mantissa_bits: int) -> str:
-    """Return the text of a float format of PEPPP: exponents from -(2^(e-1) - 1) to 2^(e-1) - 1, no subnormals, infinities or NaN.
+    """Return the name of PEPPP's float element with these bits, which has no subnormals, infinities or NaN.
 
-    With 8 exponent bits the smallest exponent is -126 instead of -127, as float32's is.
+    Exponents go from -(2^(e-1) - 1) to 2^(e-1) - 1. With 8 exponent bits the smallest exponent is -126 instead of -127, as float32's is.
     """
     bias = min(1 << (exponent_bits - 1), 127)
     return f"e{exponent_bits}m{mantissa_bits}b{bias}fns"
 
 
 def parse_peppp(text: str) -> tuple[int, int]:
-    """Return the exponent bits and mantissa bits of PEPPP's short spelling.
+    """Return (exponent bits, mantissa bits) of a float that is named as in PEPPP.
 
     >>> parse_peppp("e4m3")
     (4, 3)
@@ -63,7 +63,7 @@ def parse_peppp(text: str) -> tuple[int, int]:
 
 
 def peppp_plan(low: tuple[int, int], high: tuple[int, int]) -> Plan:
-    """Return the plan of PEPPP's configuration `low`, `high` for `models/resnet.py`, each (exponent bits, mantissa bits).
+    """Return PEPPP's plan with formats `low` and `high`, each (exponent bits, mantissa bits), for `models/resnet.py`.
 
     Weights, gradients and activations are low; input, logits, master weights and momentum high. The stem's convolution is not rounded.
     Apply it with `apply(plan, model, mode="peppp")`, which rounds the sums of gradients.
@@ -83,7 +83,7 @@ def peppp_plan(low: tuple[int, int], high: tuple[int, int]) -> Plan:
 
 
 def num_outputs(outline: Outline) -> int:
-    """Return how many numbers the modules of PEPPP's network return in the call `outline`, as PEPPP counts them."""
+    """Return how many numbers the modules of PEPPP's network return in one call, counted from its outline as PEPPP does."""
 
     def is_shortcut(term: OutlineValue) -> bool:
         return term.op == SUM or term.name == "relu:output"  # the output of a layer, or of the stem
@@ -102,7 +102,7 @@ def _is_rounded(value: OutlineValue) -> bool:
 
 
 def memory_bytes(outline: Outline, low: str, high: str) -> float:
-    """Return the bytes that PEPPP counts for a training step with these two elements; `outline` is of the model without a loss."""
+    """Return the bytes that PEPPP counts for a step with these two elements; `outline` is that of one call, without a loss."""
     parameters, logits = sum(outline.weights.values()), outline.values[-1].numel
     inputs = sum(value.numel for value in outline.values if value.op == INPUT)
     low_numbers = parameters + 2 * (num_outputs(outline) - logits)
@@ -111,7 +111,7 @@ def memory_bytes(outline: Outline, low: str, high: str) -> float:
 
 
 def plan_bytes(outline: Outline, plan: Plan) -> float:
-    """Return `memory_bytes` of a plan that `peppp_plan` made. `outline`: the values of one call of the model, without a loss.
+    """Return the bytes that PEPPP counts for a step under a plan that `peppp_plan` made; `outline`: one call without a loss.
 
     The low-precision element is that of the plan's weights, the high-precision one that of its master weights, fp32 if they have none.
     """

@@ -1,6 +1,6 @@
 """Counts how many values of each slot leave the range of their format when a simulated session rounds them.
 
-Of the values of a slot, each count has those that are finite before rounding and
+A slot is one tensor of the step. Each count is the number of its values that are finite before rounding and
 
     underflows   are not 0 and smaller than the smallest normal value of the format: they have fewer significant bits, or none
     flushed      are not 0 and become 0
@@ -29,15 +29,15 @@ from paredown.roles import Role
 from paredown.tables import TableRows
 
 ALWAYS, EVERY = 8, 16  # forward passes
-MIN_PASSES = 3  # counted before a warning
-LITTLE = 0.5  # of the magnitude: a slot that keeps less has lost its signal
-MOST_CHARS = 40  # of a format in a table
+MIN_PASSES = 3  # counted passes before a warning
+LITTLE = 0.5  # share of the magnitude: a tensor that keeps less has lost its signal
+MOST_CHARS = 40  # of the text of a format in a printed table
 GRADIENTS = (Role.ERROR, Role.GRADIENT)
 
 
 @dataclass(frozen=True)
 class SlotCounts:
-    """The counts of values of one slot that left the range of its format when they were rounded."""
+    """How many values of one tensor of a step were changed by rounding because they left the range of `format`."""
 
     slot: str
     role: Role
@@ -56,21 +56,21 @@ class SlotCounts:
 
 
 class RangeCounts(TableRows[SlotCounts]):
-    """The counts of all slots, printed as a table with the slots that lost most first."""
+    """A row for each tensor of a step about values that left the range of its format; those that lost most come first."""
 
     __slots__ = ()
     columns = ("slot", "role", "format", "values", "underflows", "flushed", "saturated", "nonfinite", "kept")
     if_empty = "no value was rounded in a counted forward pass"
 
     def cells(self, row: SlotCounts) -> tuple[str, ...]:
-        """Return the texts of one row, with counts as shares of the values that are not 0."""
+        """Return the texts of one row of the printed table, with counts as shares of the values that are not 0."""
         counts = (row.num_underflows, row.num_flushed, row.num_saturated, row.num_nonfinite)
         shares = [f"{row.share(count):.2%}" for count in counts]
         return row.slot, row.role.value, _brief(row.format), str(row.num_values), *shares, f"{row.kept:.1%}"
 
 
 class RangeCounter:
-    """Adds up how many values of each slot leave the range of their format, on the device."""
+    """Counts, on the device, how many values of each tensor of a step leave the range of their format in rounding."""
 
     def __init__(self) -> None:
         self.is_on = self.has_new = False  # has_new: a pass was counted after `new_warnings` read the counts
@@ -79,7 +79,7 @@ class RangeCounter:
         self._warned: set[Role] = set()
 
     def begin(self, *, is_captured: bool) -> None:
-        """Begin a forward pass, and decide whether its values are counted."""
+        """Begin a forward pass, and decide whether to count in it: in the first ones and every 16th, except in captured graphs."""
         self.num_passes += 1
         self.is_on = not is_captured and (self.num_passes <= ALWAYS or self.num_passes % EVERY == 0)
         self.num_counted += self.is_on
@@ -90,12 +90,15 @@ class RangeCounter:
         self.__init__()
 
     def add(self, number: int, format: Format, before: Tensor, after: Tensor) -> None:
-        """Count the values of a slot that rounding from `before` to `after` has changed."""
+        """Add the counts of one rounding, of `before` to `after` in `format`, to those of tensor `number`."""
         sums, key = _sums(before.detach().float(), after.detach().float(), format), (number, format)
         self._rows[key] = sums if key not in self._rows else self._rows[key].to(sums.device) + sums
 
     def counts(self, slots: Iterable[tuple[int, str, Role]]) -> RangeCounts:
-        """Return the counts of these slots; this synchronizes with the device."""
+        """Return how many values of each of `slots` left their format's range; this waits for the device.
+
+        Each of `slots` is a tensor of the step, (number, name, role).
+        """
         named = {number: (key, role) for number, key, role in slots}
         rows: list[SlotCounts] = []
         for (number, format), sums in self._rows.items():
@@ -105,7 +108,7 @@ class RangeCounter:
         return RangeCounts(sorted(rows, key=lambda row: row.kept))
 
     def new_warnings(self, slots: Iterable[tuple[int, str, Role]]) -> list[str]:
-        """Return a warning for each role of gradients that lost most of its magnitude, once for each role, after a counted pass."""
+        """Return warnings, one per role at most, about gradients whose rounding lost more than half of their magnitude."""
         if not self.has_new or self.num_counted < MIN_PASSES or len(self._warned) == len(GRADIENTS):
             return []
         self.has_new = False
@@ -115,7 +118,7 @@ class RangeCounter:
 
 
 def _sums(x: Tensor, y: Tensor, format: Format) -> Tensor:
-    """Return the counts of one rounding, and the sums of magnitudes before and after, as (8,) float64."""
+    """Return the counts of one rounding of x to y, and the sums of |x| and |y|, as (8,) float64."""
     low, high, smallest = _range(format)
     magnitude, is_finite = x.abs(), x.isfinite()
     stays_finite = is_finite & y.isfinite()
@@ -129,9 +132,7 @@ def _sums(x: Tensor, y: Tensor, format: Format) -> Tensor:
 
 
 def _range(format: Format) -> tuple[float, float, float]:
-    """Return the limits between which values of a format do not saturate, and its smallest normal magnitude.
-
-    `smallest` is the smallest normal magnitude.
+    """Return (low, high, smallest): values beyond low or high saturate, those below smallest lose significant bits.
 
     >>> _range(Format.parse("e4m3fn")), _range(Format.parse("uint8"))
     ((-464.0, 464.0, 0.015625), (-0.5, 255.5, 1.0))
@@ -147,7 +148,7 @@ def _range(format: Format) -> tuple[float, float, float]:
 
 
 def _brief(format: Format) -> str:
-    """Return a short text of a format, also if it is a table of many values.
+    """Return a format's text, in which a table of many values is replaced by their number and range.
 
     >>> _brief(Format.parse("[-1 0 1]")), _brief(Format.parse("[" + " ".join(str(k) for k in range(-99, 100)) + "]/64@bf16"))
     ('[-1 0 1]', '[199 values from -99 to 99]/64@bf16')

@@ -1,10 +1,10 @@
-"""The slots of a simulated session: the format that each is rounded to, and the promotion of slots that overflow.
+"""`RoundedSlots` rounds the slots of a simulated session (its tensors), and gives wider formats to those that overflow.
 
 Every slot has a number. On a GPU the formats are rows of a `RuntimeFormatTable` on the device, as are the number of forward passes and the
 counts of overflows: rounding reads nothing from the host, so that one captured CUDA graph serves every format and continues to count.
 
 Promotion (of "Training with Mixed-Precision Floating-Point Assignments"): each training pass measures, for every activation and weight, the
-share of values above the largest value of its format. Once that reaches `share`, the slot has the assignment of the plan `raised` for the
+share of values above the largest value of its format. Once that reaches `share`, the slot has the format of the plan `raised` for the
 rest of training.
 """
 
@@ -48,7 +48,7 @@ FORWARD = (Role.ACTIVATION, Role.WEIGHT)  # roles that can be promoted
 
 
 class Promotion(NamedTuple):
-    """The change of a slot to a wider format, after this many forward passes, because values had overflowed."""
+    """The change of the tensor `slot` to a wider format in pass `forward`, because a fraction `share` of it overflowed."""
 
     slot: str
     forward: int
@@ -57,7 +57,7 @@ class Promotion(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class RoundedSlot:
-    """A slot in a simulated session: its format, and the wider format `raised` that it is promoted to after an overflow."""
+    """A tensor that a simulated session rounds (a slot): its format, and the wider one (`raised`) that it gets on overflow."""
 
     number: int
     names: tuple[str, ...]
@@ -68,29 +68,29 @@ class RoundedSlot:
 
     @property
     def key(self) -> str:
-        """The key of a plan's rule for this slot."""
+        """The text by which a rule of a plan selects this tensor alone."""
         return slot_key(self.names[0], self.role)
 
     @property
     def tensor_id(self) -> int:
-        """The number that selects the slot's random bits."""
+        """The number that selects the tensor's random bits."""
         return crc32(f"{self.role.value}={self.names[0]}".encode())
 
     @property
     def is_plain(self) -> bool:
-        """Whether the slot is never rounded, since it has no format now and gets none."""
+        """Whether the tensor is never rounded: it has no format, and gets none after an overflow."""
         return self.assignment.format is None and self.raised.format is None
 
     @property
     def is_live(self) -> bool:
-        """Whether kernels can read the slot's formats from device memory."""
+        """Whether kernels can read both formats from device memory, so that a captured CUDA graph can change them."""
         return is_live(self.assignment.format) and is_live(self.raised.format)
 
 
 class Capture:
-    """Device memory for addresses of tensors that a captured graph rounds in one launch.
+    """Device memory for the arguments of kernel launches in a captured CUDA graph, each of which rounds many tensors.
 
-    It is allocated outside the graph's memory pool, where earlier kernels of the graph would overwrite it in each replay.
+    It is allocated outside of the graph's memory pool: inside, earlier kernels of the graph would overwrite it in each replay.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -98,7 +98,7 @@ class Capture:
         self.launches: list[BatchedRoundTrip] = []
 
     def take(self, jobs: Sequence[Job]) -> Tensor:
-        """Return the part of the device memory that holds the addresses for the next launch."""
+        """Return device memory that no other launch of the graph uses, for the arguments of one that rounds `jobs`."""
         first, self._used = self._used, self._used + words_for(x for x, *_ in jobs)
         if self._used > self._memory.numel():
             raise ApplyError(
@@ -108,7 +108,7 @@ class Capture:
 
 
 class RoundedSlots:
-    """All slots of a simulated session, with the functions that round their tensors."""
+    """All tensors that a simulated session rounds (slots), with their formats and the functions that round them."""
 
     def __init__(self, plan: Plan, seed: int, *, raised: Plan | None = None, share: float = 0.01, all_live: bool = False) -> None:
         self.plan, self.seed, self.raised, self.share, self.all_live = plan, seed, raised, share, all_live
@@ -119,15 +119,18 @@ class RoundedSlots:
         self._pending: dict[str, tuple[int, float]] = {}  # promotions of a loaded state, for slots that are not added yet
         self.device = torch.device("cpu")
         self._counter = torch.zeros(1, dtype=torch.int32)
-        self._capture: Capture | None = None  # of the graph that is being captured
-        self._captured: list[Capture] = []  # of the graphs captured so far
+        self._capture: Capture | None = None  # memory for the graph that is being captured
+        self._captured: list[Capture] = []  # memory for the graphs captured so far
         self._table: RuntimeFormatTable | None = None
         self._allocate(SPARE)
 
     # --- slots ----------------------------------------------------------------------------------------------------------
 
     def of(self, names: Sequence[str], role: Role) -> RoundedSlot | None:
-        """Return the slot of a tensor, identified by the first of its `names`; None if the tensor is never rounded."""
+        """Return the `RoundedSlot` of a tensor; None if it is never rounded.
+
+        `names`: all names by which rules of a plan may select the tensor; the first one identifies it.
+        """
         key = (names[0], role)
         if key not in self._by_name:
             asked, raised = self.plan.find(names, role), UNMODIFIED
@@ -162,7 +165,7 @@ class RoundedSlots:
                 self._next_rows.set_seeds(seeds)
 
     def _allocate(self, capacity: int) -> None:
-        """Allocate the tables of formats and counts on the device for `capacity` slots, and copy the old ones."""
+        """Allocate tables of formats and counts for `capacity` tensors on the device, and copy the contents of the old tables."""
         if self._captured:
             raise ApplyError(
                 "new slots appeared after a CUDA graph was captured, which reads the previous table. Run a step before capturing, or "
@@ -183,13 +186,13 @@ class RoundedSlots:
             self._write(self._all)
 
     def move(self, device: torch.device) -> None:
-        """Move the tables of formats and counts to another device."""
+        """Move the tables of formats and counts to another device, that of the model."""
         if device != self.device:
             self.device, self._counter = device, self._counter.to(device)
             self._allocate(max(len(self._promoted), 2 * len(self._all) + SPARE))
 
     def set_plan(self, plan: Plan, seed: int) -> None:
-        """Change to the formats of `plan` and the random bits of `seed`, also in a captured graph; roundings cannot change."""
+        """Change to the formats of `plan` and to another seed, also in captured graphs; roundings must stay the same."""
         for slot in self._all:
             asked = plan.find(slot.names, slot.role)
             if self._table is not None and not (is_live(asked.format) and slot.is_live):
@@ -226,16 +229,19 @@ class RoundedSlots:
         self._counter.fill_(count)
 
     def begin(self) -> None:
-        """Begin a forward pass."""
+        """Count one more forward pass, which selects other random bits."""
         self._counter.add_(1)
         self._counter_of_range.begin(is_captured=self.is_capturing or is_capturing())
 
     def round_(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
-        """Round `x` in place to the format of `slot`, without autograd noticing; overflowing values may be counted before."""
+        """Round `x` to the format of `slot` in place, without autograd's notice, and return it.
+
+        `counts_overflow`: also record which share of its values overflows, on which wider formats depend.
+        """
         return self._round(x, x, slot, counts_overflow=counts_overflow)
 
     def rounded(self, x: Tensor, slot: RoundedSlot, *, counts_overflow: bool = False) -> Tensor:
-        """Return a copy of `x` rounded to the format of `slot`."""
+        """Return a copy of `x` rounded to the format of `slot`; `counts_overflow`: record the share of values that overflow."""
         x = x.detach()
         if self._table is not None and x.device == self.device and slot.is_live:
             return self._round(x, torch.empty_like(x), slot, counts_overflow=counts_overflow)
@@ -265,7 +271,10 @@ class RoundedSlots:
         return x if current.format is None else round_trip_(x, current.format, slot.rounding, current.overflow, seed)
 
     def round_all(self, jobs: Sequence[tuple[Tensor, Tensor, RoundedSlot]]) -> None:
-        """Round each x of (x, out, slot) into `out`, in one launch if a graph is being captured."""
+        """Write each `x` of the triples (x, out, slot), rounded to the slot's format, into its `out`.
+
+        While a CUDA graph is captured in `capturing`, one launch does it.
+        """
         capture, batches = self._capture, dict[Rounding, list[Job]]()
         for x, out, slot in jobs:
             if capture is not None and self._can_batch(x, out, slot):
@@ -284,12 +293,15 @@ class RoundedSlots:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether a graph is being captured, in which many tensors are rounded in one launch."""
+        """Whether `capturing` is active, in which many tensors are rounded in one launch."""
         return self._capture is not None
 
     @contextmanager
     def capturing(self, parameters: Iterable[Tensor]) -> Generator[None]:
-        """Return a context for capturing a CUDA graph that rounds many tensors in a launch; at its end addresses are copied."""
+        """Return a context in which a CUDA graph can be captured that rounds many tensors in one launch.
+
+        `parameters`: those of the model, for which memory is allocated.
+        """
         if self._table is None:
             yield
             return
@@ -305,11 +317,11 @@ class RoundedSlots:
 
     @property
     def counts(self) -> RangeCounts:
-        """The counts of values that left the range of their format, slot by slot."""
+        """How many values left the range of their format in rounding, for each tensor."""
         return self._counter_of_range.counts((slot.number, slot.key, slot.role) for slot in self._all)
 
     def new_warnings(self) -> list[str]:
-        """Return a warning for each role of gradients that vanish, once for each; none during a capture, since that would synchronize."""
+        """Return sentences about gradients that rounding makes vanish, one per role; none while a CUDA graph is captured."""
         if is_capturing():
             return []
         return self._counter_of_range.new_warnings((slot.number, slot.key, slot.role) for slot in self._all)
@@ -317,11 +329,11 @@ class RoundedSlots:
     # --- promotion ------------------------------------------------------------------------------------------------------
 
     def is_raised(self, slot: RoundedSlot) -> bool:
-        """Return whether this slot was promoted after an overflow; synchronizes with the device where promotion is possible."""
+        """Return whether this tensor has got its wider format, after an overflow; this may wait for the device."""
         return self.raised is not None and slot.role in FORWARD and bool(self._promoted[slot.number] >= 0)
 
     def promote(self) -> None:
-        """Change slots that overflowed in the last training pass to their wider format, on the device."""
+        """Give their wider formats to the tensors of which too many values overflowed in the last training pass."""
         if self.raised is None:
             return
         is_new = (self._shares >= self.share) & self._can_rise & (self._promoted < 0)
@@ -335,13 +347,13 @@ class RoundedSlots:
 
     @property
     def promotions(self) -> tuple[Promotion, ...]:
-        """The slots that were changed to wider formats so far, in order."""
+        """The changes of tensors to wider formats after overflows, in the order in which they happened."""
         at, shares = self._promoted.tolist(), self._promoted_share.tolist()
         promotions = [Promotion(p.key, at[p.number], shares[p.number]) for p in self._all if at[p.number] >= 0]
         return tuple(sorted(promotions, key=lambda promotion: promotion.forward))
 
     def restore(self, promotions: Sequence[Sequence[Any]]) -> None:
-        """Restore the promotions (slots with wider formats) of a saved state, also of slots that are added later."""
+        """Restore changes to wider formats from a saved state; those of unknown tensors take effect once they are added."""
         self._pending = {str(key): (int(forward), float(share)) for key, forward, share in promotions}
         for slot in self._all:
             self._promoted[slot.number], self._promoted_share[slot.number] = self._pending.pop(slot.key, (NEVER, 0.0))

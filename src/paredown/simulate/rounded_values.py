@@ -1,4 +1,4 @@
-"""Rounds the values of a simulated step: each when an operation computes it, and its gradient when an operation's backward returns it.
+"""`RoundedValues` rounds each value of a simulated step when an operation computes it, and its gradient in backward.
 
 Rounding writes into the memory of the tensor and is not recorded by autograd: gradients pass straight through, and if backward of an
 operation reads its saved output, it reads the rounded output. Gradients are rounded by hooks on the autograd nodes of an operation.
@@ -27,7 +27,7 @@ from paredown.simulate.forward_calls import PRODUCTS, ForwardOperation, Operatio
 from paredown.simulate.outline import INPUT, Outline
 from paredown.simulate.rounded_slots import RoundedSlot, RoundedSlots
 
-# Not allow_tf32, which cannot be read once the user has set these; it can again when they are restored
+# Not allow_tf32, which cannot be read once the user has set these, until they are restored
 SWITCHES: tuple[Any, ...] = (torch.backends.cuda.matmul, cast("Any", torch.backends.cudnn).conv)
 CHOICES = {"sums": ("exact", "rounded"), "gradients": ("backward", "step"), "first_weights": ("rounded", "exact")}
 
@@ -36,12 +36,12 @@ CHOICES = {"sums": ("exact", "rounded"), "gradients": ("backward", "step"), "fir
 class Simulate:
     """The settings of simulate mode; `apply(plan, model, mode="simulate")` has the defaults.
 
-    `raised`: a plan; once `share` of the values of an activation or weight overflow in one training pass, it has the format of this plan
-    from then on. None: no promotion.
-    `sums`: of an activation that several operations use, "exact" rounds the gradient of each use, "rounded" only their sum.
+    `raised`: a plan with wider formats. An activation or weight has its format of this plan for the rest of training once a
+    fraction `share` of its values overflow in one training pass. None: formats never change.
+    `sums`: if several operations use an activation, "exact" rounds the gradient that each returns, "rounded" only their sum.
     `gradients`: gradients of parameters are rounded in "backward", or before the optimizer's "step".
     `first_weights`: "exact" computes with unmodified parameters until the first optimizer step.
-    `all_live`: `session.set_plan` may give any slot any format later, so that no product runs in TF32.
+    `all_live`: `session.set_plan` may give any tensor any format later, and therefore no product runs in TF32.
     """
 
     raised: Plan | None = None
@@ -69,7 +69,7 @@ MODES: Mapping[str, Simulate] = MappingProxyType({"simulate": Simulate(), "peppp
 
 @dataclass(eq=False, slots=True)
 class TrackedValue:
-    """A value of the forward pass: its slot, its gradient's slot, and the number of operations that use it."""
+    """A value of the forward pass: how it (`activation`) and its gradient (`error`) are rounded, and how often it is used."""
 
     activation: RoundedSlot | None
     error: RoundedSlot | None
@@ -78,35 +78,38 @@ class TrackedValue:
 
 @final
 class RoundedValues(OperationListener):
-    """The listener that rounds weights, outputs and gradients of operations."""
+    """The listener that rounds, for a simulated session, the weights, outputs and gradients of every operation."""
 
     def __init__(self, slots: RoundedSlots, names: dict[int, str], how: Simulate) -> None:
         self.slots, self.how, self._names = slots, how, names
         self.precision = Precision()
-        self.has_stepped = self.counts_overflow = False  # both of the current forward pass
+        self.has_stepped = self.counts_overflow = False  # both as of the current forward pass
         self._outline = Outline((), {})
         self._known: dict[str, TrackedValue] = {}
         self._weights: dict[int, Tensor] = {}  # rounded copies of parameters in the current forward pass
-        self._copies: dict[int, Tensor] = {}  # the same while a graph is captured, rounded in one launch
+        self._copies: dict[int, Tensor] = {}  # the same, rounded in one launch while a graph is captured
 
     def set_outline(self, outline: Outline) -> None:
-        """Adopt the slot names of all values from `outline`."""
+        """Look up in the plan, for each value of `outline` by all of its names, how it and its gradient are rounded."""
         self._outline = outline
         self._known = {value.name: self._tracked(value.names, value.num_uses) for value in outline.values}
 
     def refresh(self) -> None:
-        """Look up the slots of all values again, after the plan has changed."""
+        """Look up in the plan again how each value is rounded, because the plan has changed."""
         self.set_outline(self._outline)
 
     def begin(self, args: Any, kwargs: Any, *, counts_overflow: bool) -> Any:
-        """Begin a forward pass, and return its arguments with rounded copies of float tensors."""
+        """Begin a forward pass, and return its arguments with rounded copies in place of float tensors.
+
+        `counts_overflow`: record the share of values that overflow.
+        """
         self.counts_overflow = counts_overflow
         self._weights.clear()
         numbers = {id(tensor): number for number, tensor in enumerate(tensors_in((args, kwargs)), 1)}
         return tree_map_only(Tensor, lambda tensor: self._input(tensor, numbers.get(id(tensor), 0)), (args, kwargs))
 
     def end(self, output: Any) -> None:
-        """End a forward pass, and round gradients that arrive at the model's outputs from outside."""
+        """End a forward pass, and register hooks that round the gradients of its `output` that come from a loss."""
         self._weights.clear()
         self.precision.restore()
         for tensor in tensors_in(output) if self.how.sums == "exact" else ():
@@ -129,7 +132,7 @@ class RoundedValues(OperationListener):
     # --- forward --------------------------------------------------------------------------------------------------------
 
     def taken(self, weight: nn.Parameter) -> Tensor:
-        """Return the rounded copy of a parameter, which is made once in each forward pass."""
+        """Return the rounded copy of a parameter that operations must use; it is made once in each forward pass."""
         name = self._names.get(id(weight))
         slot = self.slots.of((name,), Role.WEIGHT) if name is not None else None
         if slot is None or (self.how.first_weights == "exact" and not self.has_stepped):
@@ -143,7 +146,7 @@ class RoundedValues(OperationListener):
         return copy
 
     def copy_all(self, weights: Iterable[Tensor]) -> None:
-        """Round copies of these weights in one launch, for the forward pass that begins."""
+        """Round copies of `weights` for the forward pass that begins, in one launch while a CUDA graph is captured."""
         named = [(weight, self._names[id(weight)]) for weight in weights if id(weight) in self._names]
         pairs = [(weight, self.slots.of((name,), Role.WEIGHT)) for weight, name in named]
         rounded = [(weight, torch.empty_like(weight, requires_grad=False), slot) for weight, slot in pairs if slot is not None]
@@ -151,12 +154,12 @@ class RoundedValues(OperationListener):
         self._copies = {id(weight): out for weight, out, _ in rounded}
 
     def begins(self, operation: ForwardOperation) -> None:
-        """Allow TF32 for the next operation if its operands' formats are narrow enough, else forbid it."""
+        """Allow TF32 for the operation that will run next if it is exact for the operands' formats, and else forbid it."""
         if self._is_product(operation):
             self.precision.set(self._are_narrow(self._operands(operation)))
 
     def made(self, operation: ForwardOperation, out: Tensor, number: int) -> TrackedValue:
-        """Round an output of an operation, and register hooks that round the gradients of its backward."""
+        """Round `out`, an output of an operation, in place, and register hooks that round the gradients in its backward."""
         if self._is_product(operation):
             self.precision.restore()
         value = self._value(operation.output_name(number))
@@ -167,7 +170,7 @@ class RoundedValues(OperationListener):
         return value
 
     def moved(self, value: TrackedValue, out: Tensor, name: str) -> tuple[TrackedValue, Tensor]:
-        """Return a view or copy of a value; a part, with a `name`, is rounded by its own rule, if there is one."""
+        """Return `out`, a view or copy of a value; a slice, which has a `name`, is rounded if the plan gives it another format."""
         if not name:
             return value, out
         part = self._value(name)
@@ -188,18 +191,21 @@ class RoundedValues(OperationListener):
         return operation.op in PRODUCTS and self.slots.device.type == "cuda"
 
     def _operands(self, operation: ForwardOperation) -> list[RoundedSlot | None]:
-        """Return the slots of the operands of a product, without the bias, which is added in float32."""
+        """Return how each factor of a product is rounded, None if that is unknown; the bias, added in float32, is left out."""
         weights = [self.slots.of((self._names[id(w)],), Role.WEIGHT) for w in operation.weights[:1] if id(w) in self._names]
         return [*(source.value.activation for source in operation.sources), *weights, *[None] * operation.num_unknown]
 
     def _are_narrow(self, slots: list[RoundedSlot | None]) -> bool:
-        """Return whether TF32 is exact for the formats of these slots, including formats that they may get later."""
+        """Return whether a product of tensors in these formats may run in TF32; never with `Simulate(all_live=True)`."""
         return not self.how.all_live and are_narrow(slots)
 
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def _hook_errors(self, operation: ForwardOperation, out: Tensor, value: TrackedValue) -> None:
-        """Register hooks that round gradients of an operation: of its inputs, or the summed one of its output (`Simulate.sums`)."""
+        """Register hooks that round gradients of an operation in backward: those of its inputs, or that of its output.
+
+        `Simulate.sums` decides which.
+        """
         is_summed = self.how.sums == "rounded"
         if is_summed and value.error is not None:
             out.register_hook(self._rounder(value.error))
@@ -230,7 +236,10 @@ class RoundedValues(OperationListener):
 
 
 def _slots_of_edges(node: Any, edges: list[tuple[Any, int, RoundedSlot | None]]) -> dict[int, RoundedSlot]:
-    """Return the slot of the gradient on each edge of an autograd node; `edges` are (target node, index of its output, slot)."""
+    """Return how the gradient on each edge of an autograd node is rounded, as `RoundedSlot` by index of the edge.
+
+    `edges` are (node, number of its output, slot), where the slot is None for a gradient that is not rounded.
+    """
     by_edge: dict[int, RoundedSlot] = {}
     for index, (target, output) in enumerate(node.next_functions):
         for other, other_output, slot in edges:
@@ -246,7 +255,7 @@ class StraightThroughRounding(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: Tensor, slots: RoundedSlots, slot: RoundedSlot, counts_overflow: bool, rounded: Tensor | None = None
     ) -> Tensor:
-        """Return `x` rounded, or the copy `rounded` that was rounded before."""
+        """Return a copy of `x` that `slots` rounds to the format of `slot`; if `rounded` is such a copy, return it instead."""
         return slots.rounded(x, slot, counts_overflow=counts_overflow) if rounded is None else rounded
 
     @staticmethod
@@ -259,33 +268,33 @@ class StraightThroughRounding(torch.autograd.Function):
 
 
 def are_narrow(slots: Iterable[RoundedSlot | None]) -> bool:
-    """Return whether TF32 represents the formats of all these slots exactly, also after promotion."""
+    """Return whether TF32 is exact for the formats of all `slots` (tensors), and for the wider ones that they may get."""
     return all(
         p is not None and is_narrow(p.assignment.format) and (p.raised.format is None or is_narrow(p.raised.format)) for p in slots
     )
 
 
 class Precision:
-    """Switches TF32 on and off, for single operations."""
+    """A switch that allows or forbids TF32 for single operations, and then restores what the user had set."""
 
     def __init__(self) -> None:
         self._before: tuple[str, ...] | None = None
 
     def set(self, is_narrow: bool) -> None:
-        """Allow TF32 (`is_narrow`) or forbid it, for kernels that are launched from now on."""
+        """Allow TF32 if `is_narrow`, else forbid it, for kernels that are launched until `restore` is called."""
         if self._before is None:
             self._before = tuple(switch.fp32_precision for switch in SWITCHES)
         for switch in SWITCHES:
             switch.fp32_precision = "tf32" if is_narrow else "ieee"
 
     def restore(self) -> None:
-        """Restore torch's TF32 switches."""
+        """Restore the TF32 settings that torch had before `set`."""
         for switch, before in zip(SWITCHES, self._before or (), strict=False):
             switch.fp32_precision = before
         self._before = None
 
     def around(self, node: Any, is_narrow: bool) -> None:
-        """Switch TF32 on or off while backward runs this autograd node."""
+        """Allow TF32 if `is_narrow`, else forbid it, while backward runs this autograd node."""
         node.register_prehook(_call(lambda: self.set(is_narrow)))
         node.register_hook(_call(self.restore))
 

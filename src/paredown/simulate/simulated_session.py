@@ -54,7 +54,7 @@ NO_FROZEN = "simulate mode rounds all weights by the rules of the role weight"
 
 @final
 class SimulatedSession:
-    """A plan at work on a model in simulate mode, until `close`."""
+    """The session of a plan in simulate mode: until `close`, it rounds the values that a model computes in training."""
 
     def __init__(self, plan: Plan, model: nn.Module, seed: int, how: Simulate, on_close: Callable[..., None]) -> None:
         self.how, self._model, self._on_close = how, weakref.ref(model), on_close
@@ -79,7 +79,7 @@ class SimulatedSession:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the session, without promotions."""
+        """The plan of the session; formats that became wider after overflows are not in it."""
         return self._slots.plan
 
     @property
@@ -89,17 +89,17 @@ class SimulatedSession:
 
     @property
     def forwards(self) -> int:
-        """The number of forward passes so far: the step in the random bits of stochastic rounding."""
+        """The number of forward passes so far, which selects the random bits of stochastic rounding."""
         return self._slots.forwards
 
     @property
     def promotions(self) -> tuple[Promotion, ...]:
-        """The slots that were changed to wider formats because values overflowed, in order."""
+        """The changes of tensors to wider formats because values overflowed, in the order in which they happened."""
         return self._slots.promotions
 
     @property
     def counts(self) -> RangeCounts:
-        """The counts of each slot's values that underflowed, became 0, saturated, or became infinite or NaN.
+        """The counts of each tensor's values that underflowed, became 0, saturated, or became infinite or NaN.
 
         The first passes are counted, and then every 16th, with their backward and optimizer step; none in captured CUDA graphs.
         """
@@ -107,21 +107,21 @@ class SimulatedSession:
 
     @property
     def outline(self) -> Outline | None:
-        """The list of all values that a forward pass computes; None before the first one."""
+        """The list of all values that a forward pass computes; None before the first forward pass."""
         return self._outline
 
     def following(self, path: str = LOSS) -> AbstractContextManager[None]:
-        """Return a context in which operations outside of the model, such as a loss, are rounded too, under the module path `path`."""
+        """Return a context in which operations outside of the model, such as a loss, are rounded; `path` begins their names."""
         return self._calls.following(path)
 
     def promote(self) -> None:
-        """Change slots that overflowed in the last training pass to their wider format, as each pass does first."""
+        """Give tensors that overflowed in the last training pass their wider format now, rather than when the next pass begins."""
         self._slots.promote()
 
     def set_plan(self, plan: Plan, *, forwards: int | None = None, seed: int | None = None) -> None:
         """Change to the formats of another plan, also in a captured CUDA graph.
 
-        Only slots that are rounded now change; with `Simulate(all_live=True)` all do.
+        Only tensors that are rounded now change; with `Simulate(all_live=True)` all do.
 
         `forwards`: the number of forward passes to continue from; None to keep it. `seed`: a new seed; None to keep it.
         """
@@ -135,17 +135,16 @@ class SimulatedSession:
             self._slots.forwards = forwards
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Return a context for capturing a CUDA graph in which parameters are rounded in few launches.
+        """Return a context in which to capture a CUDA graph, so that it rounds parameters in few kernel launches.
 
-        The graph may have at most one training step, and can be replayed after the context ends. Capturing without this context works too,
-        with more launches.
+        The graph may have at most one training step, and can be replayed after the context ends. Without this context it has more launches.
         """
         model = self._model()
         return self._slots.capturing(() if model is None else model.parameters())
 
     @property
     def changes(self) -> Changes:
-        """The slots that are not rounded as the plan requests, with reasons; complete after the first forward pass."""
+        """The tensors that are not rounded as the plan requests, with reasons; complete after the first forward pass."""
         rows = [Change(p.slot, "as planned", "raised", f"{p.share:.1%} overflowed by pass {p.forward}") for p in self.promotions]
         rows += [Change(slot, "a format", UNMODIFIED, reason) for slot, reason in self._slots.refused.items()]
         rows += [Change(name, "a format", "nothing", "no such slot in this model") for name in self._missing]
@@ -162,14 +161,14 @@ class SimulatedSession:
         return Changes(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plan, seed, numbers of passes and steps, and promotions: with these, training continues with the same bits."""
+        """Return plan, seed, counts and changes to wider formats; a training that loads them continues with the same bits."""
         self._slots.promote()
         head = {"version": VERSION, "mode": "simulate", "plan": self.plan.to_json(), "seed": self.seed}
         promotions = [list(promotion) for promotion in self.promotions]
         return {**head, "forwards": self.forwards, "steps": self._updates.num_steps, "promotions": promotions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a simulated session that had the same plan."""
+        """Restore what `state_dict` of a simulated session returned; that session must have had the same plan."""
         if not isinstance(state, Mapping) or state.get("version") != VERSION or set(state) != FIELDS:
             raise ApplyError(
                 f"this is not the state of a simulated session, version {VERSION}: it {describe_state(state)}. "
@@ -185,7 +184,7 @@ class SimulatedSession:
         self._slots.restore(state["promotions"])
 
     def close(self) -> None:
-        """Remove the session from the model; backward of existing graphs still rounds."""
+        """Remove the session from the model; a later backward pass through an earlier forward pass still rounds."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -250,14 +249,14 @@ class SimulatedSession:
                 self._values.end(output)
 
     def _trace_outline(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Find the names of all slots by a forward pass on fake tensors; if it fails, only those of outputs are known."""
+        """Find the names of all values by a forward pass on fake tensors; if it fails, only names of outputs are known."""
         try:
             self._outline = of_call(model, args, kwargs)
         except Exception as error:  # a user's model may do anything with fake tensors
             self._outline = Outline((), {})
             self._notes.append(f"the forward pass fails on fake tensors ({type(error).__name__}: {error})"[:200])
             return
-        named = [key.partition("=")[2] or key for key, _ in self.plan.rules]  # slots of a loss outside of the model among them
+        named = [key.partition("=")[2] or key for key, _ in self.plan.rules]  # some may be slots of a loss outside of the model
         of_loss = [((n,), role) for n in named if n.startswith(f"{LOSS}:") for role in (Role.ACTIVATION, Role.ERROR)]
         self._missing = tuple(self.plan.check([*self._outline.slots(), *of_loss]))
         self._values.set_outline(self._outline)
@@ -286,7 +285,7 @@ class SimulatedSession:
 
 
 class Updates:
-    """Hooks that round parameters and optimizer state around the steps of all optimizers."""
+    """Hooks, called for every optimizer of torch, that round gradients before a step, and parameters and state after it."""
 
     def __init__(self, slots: RoundedSlots, names: dict[int, str], *, gradients_at_step: bool) -> None:
         self._slots, self._names, self._gradients_at_step = slots, names, gradients_at_step

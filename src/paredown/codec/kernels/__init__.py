@@ -1,4 +1,4 @@
-"""The codec as Triton kernels: the same bits as `reference.py`. Importing this needs Triton; `backend.py` decides whether to."""
+"""The codec as Triton kernels, with the bits of `reference.py`; `backend.py` imports it if Triton is there."""
 
 from paredown.codec.kernels.flat import (  # noqa: F401
     BufferCodec,

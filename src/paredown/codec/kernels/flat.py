@@ -1,4 +1,4 @@
-"""Kernels and launches for flat tensors, of which a step has many: encode, and decode with recomputation.
+"""`FlatEncoder` and `BufferCodec` encode and decode the flat tensors of a step; `recompute` also applies a norm.
 
 Everything that depends on the size and the format alone is computed once and cached.
 
@@ -41,7 +41,7 @@ from paredown.formats.element import ElementKind
 from paredown.formats.format import Format
 from paredown.formats.rounding import Overflow, Rounding, Seed, signed
 
-# --- Codes to values to what follows from them ---
+# --- Decoding with a norm and an activation function ---
 
 NO_NORM = tl.constexpr(0)
 CHANNELS = tl.constexpr(1)
@@ -63,7 +63,7 @@ def tanh(x):
 
 @triton.jit
 def erf(x):
-    """Return erf of x by formula 7.1.26 of Abramowitz and Stegun: within 1.5e-7, with half the instructions of the library function."""
+    """Return erf of x within 1.5e-7, by formula 7.1.26 of Abramowitz and Stegun, which is faster than the library's."""
     a = tl.abs(x)
     t = 1.0 / (1.0 + 0.3275911 * a)
     tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
@@ -86,7 +86,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def channel_of(start, CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr):
-    """Return the channel of each value of the tile that begins at index `start`; INNER adjacent values have the same channel."""
+    """Return the number of the channel of each of TILE values from index `start` on; INNER adjacent values share a channel."""
     if INNER == 1 and TILE % CHANNEL_COUNT == 0:
         return tl.arange(0, TILE) % CHANNEL_COUNT
     elif INNER == 1 and CHANNEL_COUNT % TILE == 0:
@@ -98,7 +98,7 @@ def channel_of(start, CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl
 
 @triton.jit
 def affine(x, weight_ptr, bias_ptr, channel, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Return x scaled and shifted by the weight and bias of its channel."""
+    """Return `x` times the weight plus the bias of each value's `channel`, where there are a weight and a bias."""
     if HAS_WEIGHT:
         x = x * tl.load(weight_ptr + channel)
     if HAS_BIAS:
@@ -111,7 +111,10 @@ def normed(
     x, start, weight_ptr, bias_ptr, mean_ptr, deviation_ptr, inside, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return the tile x, from index `start`, normalized by mean and 1 / deviation of its channels or rows, times weight plus bias."""
+    """Return the output of a norm layer for `x`, the TILE values of its flat input from index `start` on.
+
+    NORM says whether the mean and 1 / standard deviation at `mean_ptr` and `deviation_ptr` are by channel or by row.
+    """
     channel = channel_of(start, CHANNEL_COUNT, INNER, TILE)
     if NORM == CHANNELS:
         x = (x - tl.load(mean_ptr + channel)) * tl.load(deviation_ptr + channel)
@@ -130,7 +133,10 @@ def normed_by_groups(
     x, start, weight_ptr, bias_ptr, mean_ptr, deviation_ptr, numel, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     CHANNEL_COUNT: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return what `normed` does for `x` of shape (TILE / GROUP, GROUP): the parameters of adjacent channels are loaded as vectors."""
+    """Return what `normed` returns, for `x` of shape (TILE / GROUP, GROUP), whose rows are GROUP adjacent channels.
+
+    Their weights and biases are read as vectors, which is faster.
+    """
     PER_ROW: tl.constexpr = CHANNEL_COUNT // GROUP
     group = ((start // GROUP) % PER_ROW).to(tl.int32) + tl.arange(0, TILE // GROUP)
     channel = ((group % PER_ROW) * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
@@ -151,7 +157,7 @@ def recompute_kernel(
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNEL_COUNT: tl.constexpr, INNER: tl.constexpr, ACTIVATION: tl.constexpr,
     GROUP: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Decode one tile of a flat tensor, and store the output of a norm and an activation function on it."""
+    """Decode one tile of a flat tensor, apply a norm and an activation function to it, and store the result."""
     tile = tl.program_id(0).to(tl.int64) + first_tile
     start = tile * TILE
     inside = tl.arange(0, TILE) < numel - start
@@ -192,7 +198,7 @@ STEPS = {
 
 
 class FlatEncoder:
-    """An encoder for flat tensors of `numel` values that reads the training step, for its random bits, from device memory.
+    """An encoder for flat tensors of `numel` values, which reads the training step, for random bits, from device memory.
 
     It returns [codes, scales] or [codes, scales, minimums], each flat. `how`: format, rounding, overflow and the rule "cover" of scales.
     """
@@ -206,25 +212,26 @@ class FlatEncoder:
         self._arguments, self._scalars = (1, numel, how, True, self._is_random, random.wide), (seed.first_index, k0, k1)
         self._direct, self._with_bits = Direct(encodes(*self._arguments), self._scalars), None
         parts = Encoding(*how[:3]).empty_parts(1, numel, device=torch.device("meta"), tensor_scale=None)
-        self.kinds = [(part.numel(), part.dtype) for part in parts.tensors()]  # length and dtype of each part
+        self.kinds = [(part.numel(), part.dtype) for part in parts.tensors()]  # length and dtype of codes, scales and minimums
 
     def __call__(self, x: Tensor, step: Tensor) -> list[Tensor]:
-        """Return codes, scales and minimums of dense `x` in memory order; `step`: one int32 on the device of `x`."""
+        """Return the codes, scales and minimums of dense `x` in memory order; `step` is one int32 on the device of `x`."""
         parts = [empty_strided((count,), FLAT_STRIDE, dtype, x) for count, dtype in self.kinds]
         self.encode_into(x, step, *parts)
         return parts
 
     def encode_into(self, x: Tensor, step: Tensor, *parts: Tensor) -> None:
-        """Write the codes, scales and minimums of `x` into the tensors `parts`."""
+        """Write the codes, scales and minimums of `x` into the tensors `parts`; `step`: the training step, one int32."""
         addresses = parts[0].data_ptr(), parts[1].data_ptr(), parts[-1].data_ptr()
         self.encode_at(x, step, addresses, lambda: parts)
 
     def encode_at(
         self, x: Tensor, step: Tensor, at: tuple[int, int, int], parts: Callable[[], Sequence[Tensor]], bits: Tensor | None = None
     ) -> None:
-        """Write codes, scales and minimums of `x` to the addresses `at`, multiples of 16; `parts` returns the tensors there.
+        """Write the codes, scales and minimums of `x` to the addresses `at`.
 
-        `bits`: a tensor to fill with the bit mask of values above 0; None for no mask.
+        `parts` returns the tensors at these addresses, and is called only if they are needed. `bits`: a tensor to fill with one bit per
+        value, 1 for values above 0; None for no such mask.
         """
         source = x.data_ptr()
         direct, bits_at = (self._direct, source) if bits is None else (self._encoder_of_bits(), bits.data_ptr())
@@ -242,14 +249,14 @@ class FlatEncoder:
 
 
 def _as_integers(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, scales and minimums as integers for kernels; without minimums, the scales stand in their place."""
+    """Return codes, scales and minimums as the integers that kernels read; without minimums, the scales take their place."""
     codes, scales, lowest = (part.view(AS_INTEGERS[part.dtype]) for part in (parts[0], parts[1], parts[-1]))
     return codes, scales, lowest
 
 
 @final
 class BufferCodec(FlatCodec):
-    """A codec that stores codes, scales and minimums in one buffer: one allocation and one launch to encode, and to decode.
+    """A codec that stores codes, scales and minimums in one buffer: encoding takes one allocation and one launch.
 
         buffer   [ codes ... | scales ... | minimums ... ]      uint8; each part begins at a multiple of 16 bytes
 
@@ -262,8 +269,8 @@ class BufferCodec(FlatCodec):
     def __init__(self, numel: int, dtype: torch.dtype, format: Format, how: tuple[Rounding, Overflow], seed: Seed) -> None:
         super().__init__(numel, dtype, format)
         self._encoder, self._decodes = FlatEncoder(numel, (format, *how, COVER), seed), Direct(decodes(1, numel, format))
-        self._recomputes: dict[Any, Direct] = {}  # by the shape of the norm, and the activation function
-        self._places: list[tuple[int, int, torch.dtype]] = []  # first byte, bytes and dtype of each part
+        self._recomputes: dict[Any, Direct] = {}  # launches by the shape of the norm and the activation function
+        self._places: list[tuple[int, int, torch.dtype]] = []  # first byte, bytes and dtype of codes, scales, minimums
         end = 0
         for count, stored in self._encoder.kinds:
             start = -(-end // 16) * 16  # kernels are compiled for addresses that are multiples of 16
@@ -272,15 +279,16 @@ class BufferCodec(FlatCodec):
         self._size = (end,)
 
     def encode(self, x: Tensor, step: Tensor, bits: Tensor | None = None) -> Tensor:
-        """Return a buffer with the codes, scales and minimums of the values that begin at the address of `x`.
+        """Return a buffer with the codes, scales and minimums of the codec's number of values, which begin where `x` begins.
 
-        `step`: one int32 on the GPU. `bits`: a tensor to fill with the bit mask of values above 0, or None."""
+        `step` is one int32 on the GPU. `bits`: a tensor to fill with one bit per value, 1 for values above 0, or None.
+        """
         buffer = empty_strided(self._size, FLAT_STRIDE, UINT8, x)
         self._encoder.encode_at(x, step, self._addresses(buffer), lambda: self._parts(buffer), bits)
         return buffer
 
     def decode(self, stored: Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-        """Return the decoded values of a buffer, as a tensor with these sizes and strides."""
+        """Return the values decoded from the buffer `stored`, as a tensor with these sizes and strides."""
         out = empty_strided(size, stride, self.dtype, stored)
         target, (at, scales_at, minimums_at) = out.data_ptr(), self._addresses(stored)
         key = (stored.get_device(), UINT8, self.dtype)
@@ -290,7 +298,10 @@ class BufferCodec(FlatCodec):
         return out
 
     def recompute(self, stored: Tensor, steps: DecodeSteps, dtype: torch.dtype, layout: Layout) -> Tensor:
-        """Return the output of `steps`, a norm and an activation function, on the decoded values, as a new tensor with `layout`."""
+        """Return the output of `steps`, a norm and an activation function, on the values decoded from the buffer `stored`.
+
+        `layout`: the sizes and strides of the result, which has the given dtype.
+        """
         out, norm = empty_strided(*layout, dtype, stored), steps.norm
         key = steps.activation, None if norm is None else norm.shape
         direct = self._recomputes.get(key)
@@ -301,7 +312,7 @@ class BufferCodec(FlatCodec):
         return out
 
     def packed(self, stored: Tensor) -> PackedTensor:
-        """Return a packed tensor whose codes, scales and minimums are views of the buffer."""
+        """Return the contents of the buffer `stored` as a packed tensor, whose codes, scales and minimums are views of it."""
         parts = PackedParts(*(part.view(1, -1) for part in self._parts(stored)))
         return PackedTensor(self.format, torch.Size((self.numel,)), self.dtype, FLAT, parts)
 
@@ -310,13 +321,13 @@ class BufferCodec(FlatCodec):
         return at, at + places[1][0], at + places[-1][0]
 
     def _parts(self, buffer: Tensor) -> list[Tensor]:
-        """Return flat views of the buffer: [codes, scales] or [codes, scales, minimums]."""
+        """Return the parts of the buffer as flat tensors: [codes, scales] or [codes, scales, minimums]."""
         return [buffer[start : start + length].view(dtype) for start, length, dtype in self._places]
 
 
 @cache
 def covers_recompute(format: Format) -> bool:
-    """Return whether `recompute_kernel` can decode this format: blocks of a float or an integer."""
+    """Return whether `recompute_kernel` can decode this format: only floats and integers in blocks."""
     encoding = Encoding(format, Rounding.NEAREST_EVEN, Overflow.SATURATE)
     return (
         format.block is not None
@@ -327,7 +338,7 @@ def covers_recompute(format: Format) -> bool:
 
 
 def recompute(packed: PackedTensor, steps: DecodeSteps, out: Tensor) -> Tensor:
-    """Write the output of `steps`, a norm and an activation function, on packed values into `out`, in memory order, and return it."""
+    """Decode `packed`, apply `steps` (a norm, an activation function), and write the result into `out`, which is returned."""
     parts, numel = packed.parts, packed.shape.numel()
     assert parts.codes is not None and parts.scales is not None
     scale_at = parts.scales.data_ptr()
@@ -342,7 +353,10 @@ def recompute(packed: PackedTensor, steps: DecodeSteps, out: Tensor) -> Tensor:
 
 
 def _run_recompute(direct: Direct, addresses: tuple[int, int, int], steps: DecodeSteps, out: Tensor) -> bool:
-    """Launch the compiled kernels of `recompute`, and return True; return False if Triton has to compile or launch them."""
+    """Launch the kernels of `recompute` and return True if they are compiled; otherwise return False: Triton must do it.
+
+    `addresses`: of codes, scales and minimums in device memory.
+    """
     norm, bits, target = steps.norm, steps.bits, out.data_ptr()
     codes_at, scales_at, minimums_at = addresses
     weight_at = bias_at = mean_at = rstd_at = target
@@ -358,9 +372,9 @@ def _run_recompute(direct: Direct, addresses: tuple[int, int, int], steps: Decod
 
 @lru_cache(maxsize=1024)
 def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bool] | None, activation: str) -> Direct:
-    """Return the launches of `recompute_kernel` for full tiles and for the rest.
+    """Return the launches of `recompute_kernel` for `numel` values: one for full tiles and one for the rest.
 
-    `norm`: channels, values per channel, whether statistics are by row, has a weight, has a bias; None without a norm.
+    `norm`: channels, values per channel, and whether statistics are by row and there are a weight and a bias; None without a norm.
     """
     channels, inner, by_row, has_weight, has_bias = norm or (1, 1, False, False, False)
     kind = NO_NORM if norm is None else ROWS if by_row else CHANNELS
@@ -383,7 +397,7 @@ def _recomputes(numel: int, format: Format, norm: tuple[int, int, bool, bool, bo
 
 
 def _recompute_tile(format: Format, norm: tuple[int, int, bool, bool, bool] | None) -> tuple[int, int]:
-    """Return how many values a tile of `recompute_kernel` has, and how many channels it loads as one vector (0: none).
+    """Return how many values a tile of `recompute_kernel` has, and how many channels it loads as one vector (0 for none).
 
     On one H200 2^27.6 values of bf16 with 64 channels took 0.196 ms in tiles of 4096 and 0.21 in tiles of 2048, and with 160 channels
     0.29 ms in groups and 1.0 ms in tiles of 128, which lie within a row (docs/log.md, 2026-11-17).

@@ -1,8 +1,8 @@
-"""Launches of Triton kernels from the host: called repeatedly without Triton's binding of arguments, which takes 60 to 80 microseconds.
+"""`Launch` calls a Triton kernel again without Triton's binding of arguments, which takes 60 to 80 microseconds.
 
 A `Launch` is a kernel with its grid, its constants and those arguments that do not change. The first call for a device and dtypes goes
-through Triton and keeps the compiled kernel, later ones call that directly. What else Triton compiles for is the same each time: pointers
-are multiples of 16 (if one is not, Triton binds), and integers that it looks at are among those that do not change. Where Triton is
+through Triton and keeps the compiled kernel, later ones call that directly. All else that Triton specializes on is the same each time:
+pointers are multiples of 16 (if one is not, Triton binds), and integers that it specializes on are fixed arguments. Where Triton is
 interpreted, has launch hooks (a profiler), or its launcher takes other arguments, every launch goes through Triton. `Direct` spares the
 launcher too, which is a Python object around a C function (`compiled_launch`).
 """
@@ -25,9 +25,10 @@ Key = tuple[int, torch.dtype, torch.dtype]
 
 
 class Launch:
-    """A prepared call of a Triton kernel, `kernel[grid](*pointers, *fixed, *scalars, **constants)`.
+    """A Triton kernel with its grid, constants and fixed arguments, which is called again without Triton's slow binding.
 
-    Calling it takes `pointers`, and `scalars`: floats, or integers that the kernel is not specialised for.
+    A call takes `pointers`, tensors, and `scalars`, floats or integers that the kernel is not specialized for; it does
+    `kernel[grid](*pointers, *fixed, *scalars, **constants)`.
     """
 
     __slots__ = ("_compiled", "_rest", "constants", "fixed", "grid", "kernel")
@@ -72,15 +73,16 @@ class Launch:
             self.kernel[(self.grid,)](*pointers, *self.fixed, *scalars, **self.constants)
 
     def compiled_for(self, index: int, *dtypes: torch.dtype) -> tuple[Any, tuple[Any, ...]] | None:
-        """Return the compiled kernel for device `index` and the dtypes of the first two pointers, and the constants to pass to it.
+        """Return the kernel that earlier calls compiled for device `index` and the dtypes of the first two pointers.
 
-        None before the first call with these."""
+        The result is (kernel, constants), or None before the first such call and where launches must go through Triton.
+        """
         kernel = self._compiled.get((index, *dtypes)) if _is_quick else None
         return None if kernel is None else (kernel, self._rest)
 
 
 def compiled_launch(kernel: Any) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """Return a function f that launches a compiled kernel without Triton's checks, and the arguments to pass to f after the stream.
+    """Return a function f that launches a compiled kernel without Triton's checks, and f's arguments after the stream.
 
     `kernel.run` is a Python object that calls the C function `kernel.run.launch` with what it knows about the kernel, in an order that
     depends on Triton's version, and then the arguments, one by one (3.6) or in a tuple (3.9). A copy of that object with another `launch`
@@ -110,7 +112,7 @@ Compiled = tuple[Callable[..., None], int, tuple[Any, ...], tuple[Any, ...]]
 
 
 def _compiled_launches(launches: list[Launch], key: Key, scalars: tuple[int | float, ...] = ()) -> list[Compiled] | None:
-    """Return the compiled kernels of `launches` for the device and dtypes in `key`; None if one is not compiled yet."""
+    """Return `launches` as calls of compiled kernels for the device and dtypes in `key`; None if one is not compiled yet."""
     compiled: list[Compiled] = []
     for launch in launches:
         found = launch.compiled_for(*key)
@@ -128,7 +130,7 @@ current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def has_hooks() -> bool:
-    """Return whether a profiler makes Triton call hooks at each launch."""
+    """Return whether Triton must call hooks at each launch, which a profiler has set."""
     hook = knobs.launch_enter_hook
     return hook is not None and bool(getattr(hook, "calls", True))
 
@@ -139,16 +141,16 @@ _empty_on_gpu = getattr(
 
 
 def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> Tensor:
-    """Return an uninitialized tensor as torch.empty_strided does, in less time, on the device of `like`, a GPU."""
+    """Return what torch.empty_strided returns, in less time, on the device of `like`, which must be a GPU."""
     if _empty_on_gpu is None or current_device() != like.get_device():
         return torch.empty_strided(size, stride, dtype=dtype, device=like.device)
     return _empty_on_gpu(tuple(size), stride, dtype)  # it refuses a torch.Size
 
 
 class Direct:
-    """Prepared calls of one or two Triton kernels that together do one job, such as encoding a flat tensor.
+    """One or two Triton kernels that together do one job, such as encoding, launched by addresses instead of tensors.
 
-    `scalars` follow the fixed arguments. Compiled kernels get addresses as numbers, which saves the launcher a call per tensor.
+    That saves a call per tensor. `scalars` follow the launches' fixed arguments. Callers try `run`, and if it returns False call `launch`.
     """
 
     __slots__ = ("_compiled", "launches", "scalars")
@@ -158,7 +160,7 @@ class Direct:
         self._compiled: dict[Any, list[Compiled] | None] = {}
 
     def run(self, key: Key, address: int, addresses: tuple[int | None, ...]) -> bool:
-        """Launch the compiled kernels and return True; return False if they are not compiled yet, and `launch` must be called.
+        """Launch the kernels and return True if they are compiled; otherwise return False, and the caller must call `launch`.
 
         `key`: device and dtypes of the first two pointers. `address`: the addresses that may not be multiples of 16, combined by "or".
         `addresses`: of all tensors, in the kernel's order; None for a missing one.
@@ -170,13 +172,13 @@ class Direct:
         try:
             for launch, grid, before, rest in compiled:
                 launch(grid, 1, 1, stream, *before, *addresses, *rest)
-        except TypeError:  # of a Triton whose launcher takes other arguments: `Launch` finds that out too
+        except TypeError:  # this Triton's launcher takes other arguments: `Launch` finds that out too
             self._compiled[key] = None
             return False
         return True
 
     def launch(self, key: Key, pointers: tuple[Tensor | None, ...]) -> None:
-        """Launch the kernels by Triton, which compiles them, and keep the compiled kernels for `run`."""
+        """Launch the kernels through Triton, which compiles them if needed, and keep the compiled kernels for `run`."""
         for launch in self.launches:
             launch(pointers, self.scalars)
         assert pointers[0] is not None and pointers[1] is not None

@@ -1,4 +1,4 @@
-"""Kernels and launches of one-bit masks: pack, unpack, and zero a gradient by a mask without unpacking it.
+"""These kernels pack and unpack masks of one bit per value, and zero gradients by packed masks.
 
 A mask has one exact bit per value (`codec/recompute.py` has the definition). One program covers a tile of TILE values, eight of which make
 a byte, the first one lowest:
@@ -24,7 +24,7 @@ from paredown.codec.kernels.rows import bf16_as_integers
 
 @triton.jit
 def pack_mask_kernel(x_ptr, out_ptr, numel, low, high, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Store one bit for each value of a tile of x: 1 for values between `low` and `high`."""
+    """Store one bit for each of the TILE values of x that this program reads: 1 for values between `low` and `high`."""
     start = tl.program_id(0).to(tl.int64) * TILE
     at = tl.arange(0, TILE // 8)
     offsets = at[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -39,7 +39,7 @@ def pack_mask_kernel(x_ptr, out_ptr, numel, low, high, MASKED: tl.constexpr, TIL
 
 @triton.jit
 def load_bits(bits_ptr, start, numel, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Return the mask's bits of the tile from value `start` on, as int32 (TILE,), with zeros after the end of the tensor."""
+    """Return a mask's bits for the TILE values from index `start` on, as int32; 0 after the last of `numel` values."""
     at = tl.arange(0, TILE // 8)
     packed = load_tile(bits_ptr + start // 8, at, at * 8 < numel - start, MASKED).to(tl.int32)
     return ((packed[:, None] >> tl.arange(0, 8)[None, :]) & 1).reshape(TILE)
@@ -47,7 +47,7 @@ def load_bits(bits_ptr, start, numel, MASKED: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def unpack_mask_kernel(bits_ptr, out_ptr, numel, inside_value, outside_value, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Store `inside_value` for each bit of a tile that is 1, and `outside_value` for each that is 0."""
+    """Store, for each bit of a tile of a mask, `inside_value` if it is 1 and `outside_value` if it is 0."""
     start = tl.program_id(0).to(tl.int64) * TILE
     values = tl.where(load_bits(bits_ptr, start, numel, MASKED, TILE) != 0, inside_value, outside_value)
     store_values(out_ptr + start, values, tl.arange(0, TILE) < numel - start, MASKED)
@@ -55,7 +55,7 @@ def unpack_mask_kernel(bits_ptr, out_ptr, numel, inside_value, outside_value, MA
 
 @triton.jit
 def apply_mask_kernel(grad_ptr, out_ptr, bits_ptr, numel, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Store the gradients of a tile where the bit of the mask is 1, and zeros elsewhere."""
+    """Store each gradient of a tile where the mask's bit is 1, and zero where it is 0: the backward pass of ReLU."""
     start = tl.program_id(0).to(tl.int64) * TILE
     offsets = tl.arange(0, TILE)
     inside = offsets < numel - start
@@ -65,17 +65,17 @@ def apply_mask_kernel(grad_ptr, out_ptr, bits_ptr, numel, MASKED: tl.constexpr, 
 
 
 def pack_mask(x: Tensor, low: float, high: float, out: Tensor) -> Tensor:
-    """Write one bit per value of dense `x`, in memory order, into `out`, and return `out`: 1 for values between `low` and `high`."""
+    """Write one bit per value of dense `x`, in memory order, into `out`, and return it: 1 where low < x < high."""
     return _launch("pack_mask_kernel", (float(low), float(high)), x.numel(), x, out)
 
 
 def unpack_mask(bits: Tensor, out: Tensor, inside: float, outside: float) -> Tensor:
-    """Write `inside` into flat `out` where the mask's bit is 1 and `outside` where it is 0, and return `out`."""
+    """Write into flat `out` one number for each bit of the mask `bits`: `inside` for 1, `outside` for 0; return `out`."""
     return _launch("unpack_mask_kernel", (float(inside), float(outside)), out.numel(), bits, out)
 
 
 def apply_mask(grad: Tensor, bits: Tensor, out: Tensor) -> Tensor:
-    """Write `grad` where the mask's bit is 1, and 0 elsewhere, into `out`, of the same memory order, and return `out`."""
+    """Write `grad` where the mask's bit is 1, else 0, into `out`, of the same memory order, and return `out`."""
     return _launch("apply_mask_kernel", (), grad.numel(), grad, out, bits)
 
 
@@ -93,7 +93,7 @@ def _launch(name: str, values: tuple[float, ...], numel: int, source: Tensor, ou
 
 
 def _as_numbers(x: Tensor, *, stores: bool = False) -> Tensor:
-    """Return `x` viewed in a dtype that the mask kernels support: integers for bool, and for bf16 unless the kernel stores such values."""
+    """Return `x` in a dtype that mask kernels handle: bool as uint8, and bf16 as int16 unless the kernel `stores` values."""
     if x.dtype is torch.bool:
         return x.view(torch.uint8)
     return x if stores else bf16_as_integers(x)

@@ -1,4 +1,4 @@
-"""Device functions: one number to a code and back, scales, and random bits. Values to values, no memory; `reference.py` defines them.
+"""Device functions turn a number into a code and back, choose scales and draw random bits, as `reference.py` defines.
 
 Random bits are an argument wherever they are used, so each function can be compared with the reference bit for bit. Encoding
 is integer arithmetic on the bits of a float32, since a cast to an 8-bit float is wrong in Triton's interpreter; division is the correctly
@@ -47,13 +47,11 @@ SMALLEST_SCALE_BITS = tl.constexpr(0x00800000)  # 2^-126
 
 @triton.jit
 def as_bits(x):
-    """Return the bits of a float32 as an integer."""
     return x.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def as_float(bits):
-    """Return the float32 that has these bits."""
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -62,7 +60,7 @@ def as_float(bits):
 
 @triton.jit
 def random_bits(index, k0, k1):
-    """Return 32 random bits (uint32) for each index, as `formats/rounding.py` defines."""
+    """Return 32 random bits (uint32) for each index under the keys k0 and k1, by the hash of `formats/rounding.py`."""
     x = index.to(tl.uint32) * INDEX_STEP + k0
     x = (x ^ (x >> 16)) * MULTIPLIER_1
     return (x ^ (x >> 15) ^ k1) * MULTIPLIER_2
@@ -70,7 +68,7 @@ def random_bits(index, k0, k1):
 
 @triton.jit
 def mixed(x):
-    """Return the hash `formats.rounding.mix` of 32-bit integers."""
+    """Return the hash of each 32-bit integer that the function `formats.rounding.mix` returns."""
     x = x + KEY_SALT
     x = (x ^ (x >> 16)) * MULTIPLIER_1
     x = (x ^ (x >> 15)) * MULTIPLIER_2
@@ -79,7 +77,7 @@ def mixed(x):
 
 @triton.jit
 def stream_keys(k0, k1, step_ptr, STEP_IN_MEMORY: tl.constexpr):
-    """Return the keys (k0, k1) of the random bits as uint32, combined with the step at `step_ptr` if STEP_IN_MEMORY."""
+    """Return the two keys of the random bits as uint32; if STEP_IN_MEMORY, hash the step at `step_ptr` into them."""
     k0 = k0.to(tl.uint32)
     k1 = k1.to(tl.uint32)
     if STEP_IN_MEMORY:
@@ -94,7 +92,7 @@ def stream_keys(k0, k1, step_ptr, STEP_IN_MEMORY: tl.constexpr):
 
 @triton.jit
 def power_of_two(x, EXPONENT: tl.constexpr):
-    """Return x * 2^EXPONENT, in two factors if 2^EXPONENT is too large for a float32."""
+    """Return x * 2^EXPONENT, multiplied in two steps if 2^EXPONENT itself is too large for a float32."""
     if EXPONENT > 127:
         x = x * 18446744073709551616.0  # 2^64
         return x * as_float(tl.full((), (EXPONENT - 64 + 127) << 23, tl.int32))
@@ -104,7 +102,7 @@ def power_of_two(x, EXPONENT: tl.constexpr):
 
 @triton.jit
 def top_bits(random, COUNT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the number to add to the COUNT bits that rounding then drops: random bits, one half, or 0, as ROUNDING says."""
+    """Return what to add to a number before its COUNT lowest bits are dropped: random bits, one half, or 0, as ROUNDING says."""
     if ROUNDING == STOCHASTIC:
         if COUNT == 0:
             return tl.zeros_like(random).to(tl.int32)
@@ -118,7 +116,10 @@ def top_bits(random, COUNT: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def round_normal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the code to which a float32 (bits `a`) of at least 2^MIN_EXPONENT rounds; it may be above the largest code."""
+    """Return the code to which a magnitude >= 2^MIN_EXPONENT, given as float32 bits `a`, rounds in a float element.
+
+    The code may be above the element's largest one.
+    """
     DROPPED: tl.constexpr = 23 - MANTISSA_BITS
     a = a - ((126 + MIN_EXPONENT) << 23)  # the exponent that the code has
     if DROPPED > 0:
@@ -131,9 +132,9 @@ def round_normal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.conste
 
 @triton.jit
 def round_subnormal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the code of a magnitude 0 <= a <= 2^MIN_EXPONENT, in steps of 2^(MIN_EXPONENT - MANTISSA_BITS).
+    """Return the code of a magnitude `a`, rounded to a multiple of 2^(MIN_EXPONENT - MANTISSA_BITS).
 
-    For larger `a` the result is undefined.
+    `a` must be at most 2^MIN_EXPONENT; for larger values the result is undefined.
     """
     KEPT: tl.constexpr = 30 - MANTISSA_BITS
     if ROUNDING == NEAREST_EVEN:
@@ -146,9 +147,9 @@ def round_subnormal(a, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.con
 
 @triton.jit
 def round_magnitude(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, COVERED: tl.constexpr):
-    """Return the code to which the magnitude of float32 `y` rounds; it may be above the largest code.
+    """Return the code to which |y| rounds in a float or integer element; it may be above the element's largest code.
 
-    COVERED: scales guarantee that |y| exceeds the element's largest value by rounding error at most.
+    COVERED: the caller guarantees that |y| exceeds the element's largest value by rounding error at most.
     """
     MANTISSA_BITS: tl.constexpr = ELEMENT[2]
     MIN_EXPONENT: tl.constexpr = ELEMENT[3]
@@ -172,9 +173,9 @@ def round_magnitude(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, CO
 
 @triton.jit
 def encode_grid(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the codes (int32) of y for a float or integer element, and a mask of values past the largest one.
+    """Return the codes (int32) of `y` in a float or integer element, and a mask of values past the element's largest one.
 
-    NaN is not in the mask.
+    The mask is False for NaN.
     """
     KIND: tl.constexpr = ELEMENT[0]
     MAX_CODE: tl.constexpr = ELEMENT[5]
@@ -193,9 +194,9 @@ def encode_grid(y, random, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def with_sign(k, bits, ELEMENT: tl.constexpr):
-    """Return the code of a value, given the code `k` of its magnitude and the float32 `bits` that have its sign.
+    """Return the code of a value, given the code `k` of its magnitude, and its float32 `bits`, from which the sign is taken.
 
-    Codes have a sign bit, two's complement, or no sign, as ELEMENT says.
+    The sign is a bit, two's complement, or absent, as ELEMENT says.
     """
     WIDTH: tl.constexpr = ELEMENT[1]
     if ELEMENT[0] == FLOAT:
@@ -209,7 +210,10 @@ def with_sign(k, bits, ELEMENT: tl.constexpr):
 
 @triton.jit
 def finish_float(k, bits, ELEMENT: tl.constexpr):
-    """Return the code of a float value, given the code `k` of its magnitude and its float32 `bits`: with sign, infinity or NaN."""
+    """Return the code of a float: `k`, its magnitude's code, with the sign of `bits`, or the code of infinity or NaN.
+
+    `bits` are those of the value as float32. A `k` past the largest code becomes infinity, NaN or the largest, as ELEMENT says.
+    """
     MAX_CODE: tl.constexpr = ELEMENT[5]
     SPECIAL: tl.constexpr = ELEMENT[6]
     NAN_CODE: tl.constexpr = ELEMENT[8]
@@ -225,7 +229,7 @@ def finish_float(k, bits, ELEMENT: tl.constexpr):
 
 @triton.jit
 def encode_covered(y, random, HAS_MINIMUM: tl.constexpr, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the codes of values y that scales have brought into the element's range, up to rounding error.
+    """Return the codes of values `y` that exceed the element's range by rounding error at most, since scales cover them.
 
     The code of NaN is undefined.
     """
@@ -244,7 +248,7 @@ def encode_covered(y, random, HAS_MINIMUM: tl.constexpr, ELEMENT: tl.constexpr, 
 
 @triton.jit
 def nearest_by_adding(bits, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.constexpr):
-    """Return the code of a magnitude, given as float32 bits, rounded to nearest_even by the addition of a large power of two."""
+    """Return the code of a magnitude, given as float32 bits, rounded to nearest_even by adding a large power of two."""
     DROPPED: tl.constexpr = 23 - MANTISSA_BITS
     SMALLEST: tl.constexpr = (MIN_EXPONENT + 127) << 23
     c = tl.maximum(bits & INF_BITS, SMALLEST) + (DROPPED << 23)
@@ -254,9 +258,10 @@ def nearest_by_adding(bits, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.conste
 
 @triton.jit
 def encode_table(y, random, table_ptr, lowest, highest, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the codes of y for an element that is a table, and a mask of values past its ends.
+    """Return the codes of `y` in an element that is a table of values, and a mask of values past the table's ends.
 
-    table_ptr: first the thresholds at which the code goes up by one, in 2^WIDTH entries; then the values of all codes.
+    `table_ptr`: 2^WIDTH thresholds, then the values of all codes; a code is the number of thresholds that a value reaches. Numbers from
+    `lowest` to `highest` round to a value of the table.
     """
     WIDTH: tl.constexpr = ELEMENT[1]
     MAX_CODE: tl.constexpr = ELEMENT[5]
@@ -282,7 +287,10 @@ def encode_table(y, random, table_ptr, lowest, highest, ELEMENT: tl.constexpr, R
 
 @triton.jit
 def encode_values(y, random, table_ptr, lowest, highest, ELEMENT: tl.constexpr, ROUNDING: tl.constexpr):
-    """Return the codes (int32) of y for any element, and a mask of values past the largest one."""
+    """Return the codes (int32) of `y` in any element, and a mask of values past the element's largest one.
+
+    `table_ptr`, `lowest` and `highest` are read for elements that are tables.
+    """
     if ELEMENT[0] == TABLE:
         return encode_table(y, random, table_ptr, lowest, highest, ELEMENT, ROUNDING)
     else:
@@ -291,7 +299,7 @@ def encode_values(y, random, table_ptr, lowest, highest, ELEMENT: tl.constexpr, 
 
 @triton.jit
 def decode_values(code, table_ptr, ELEMENT: tl.constexpr):
-    """Return the float32 that each int32 code of any element stands for; `table_ptr` is read for tables of values."""
+    """Return the float32 value of each int32 code; `table_ptr` has the values of an element that is a table."""
     KIND: tl.constexpr = ELEMENT[0]
     SIGN: tl.constexpr = 1 << (ELEMENT[1] - 1)
     if KIND == TABLE:
@@ -306,7 +314,6 @@ def decode_values(code, table_ptr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def decode_float(code, ELEMENT: tl.constexpr):
-    """Return the float32 that each code of a float element stands for."""
     WIDTH: tl.constexpr = ELEMENT[1]
     MANTISSA_BITS: tl.constexpr = ELEMENT[2]
     MIN_EXPONENT: tl.constexpr = ELEMENT[3]
@@ -333,9 +340,9 @@ def decode_float(code, ELEMENT: tl.constexpr):
 
 @triton.jit
 def store_scale(scale, SCALE: tl.constexpr):
-    """Return a float32 scale >= 0 rounded up to its stored form: float32 bits, bf16 bits, or a code.
+    """Return a float32 scale >= 0, rounded up to the type SCALE, as it is stored: float32 bits, bf16 bits, or a code.
 
-    Past the largest e8m0 or bf16 it is inf or NaN.
+    A scale past the largest e8m0 or bf16 becomes inf or NaN.
     """
     bits = as_bits(scale)
     if SCALE == E8M0:
@@ -355,7 +362,7 @@ def store_scale(scale, SCALE: tl.constexpr):
 
 @triton.jit
 def load_scale(stored, SCALE: tl.constexpr):
-    """Return the float32 value of a stored scale."""
+    """Return the float32 value of a stored scale: float32 bits, bf16 bits, or a code, as SCALE says."""
     if SCALE == E8M0:
         bits = tl.where(stored == 0, 0x00400000, stored << 23)
         return as_float(tl.where(stored == 255, NAN_BITS, bits))
@@ -370,7 +377,7 @@ def load_scale(stored, SCALE: tl.constexpr):
 
 @triton.jit
 def nan_scale(SCALE: tl.constexpr):
-    """Return the stored form of a NaN scale."""
+    """Return NaN as a scale of the type SCALE stores it: float32 bits, bf16 bits, or a code."""
     if SCALE == E8M0:
         return 255
     elif SCALE == E4M3:
@@ -383,7 +390,7 @@ def nan_scale(SCALE: tl.constexpr):
 
 @triton.jit
 def inverse_scale(scale):
-    """Return 1 / scale if that is finite, else 0."""
+    """Return 1 / scale; 0 where that is not finite, as for a scale of 0, and for a scale of NaN."""
     fine = scale > 2.938735877055719e-39  # 2^-128
     return tl.where(fine, tl.div_rn(tl.zeros_like(scale) + 1.0, tl.where(fine, scale, 1.0)), 0.0)
 

@@ -1,4 +1,4 @@
-"""Rows of numbers to packed codes and back, and through both without storing a code: two kernels over one set of tile functions.
+"""One kernel encodes rows of numbers as packed codes, or only rounds them, and one decodes, by the same tile functions.
 
 One program covers a tile of TILE values of one row. With blocks the tile is (TILE / BLOCK_LEN, BLOCK_LEN):
 
@@ -50,7 +50,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def load_tile(ptr, offsets, inside, MASKED: tl.constexpr):
-    """Return the values at `offsets`, with 0 where `inside` is false if MASKED."""
+    """Return the values at ptr + offsets; if MASKED, only those where `inside` is true are read, and others are 0."""
     if MASKED:
         return tl.load(ptr + offsets, mask=inside, other=0)
     else:
@@ -59,9 +59,9 @@ def load_tile(ptr, offsets, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def load_values(ptr, offsets, inside, MASKED: tl.constexpr):
-    """Return the values at `offsets` as float32.
+    """Return the values at ptr + offsets as float32; if MASKED, 0 where `inside` is false.
 
-    bf16 is loaded as int16: the cast of Triton's interpreter is wrong below 2^-126.
+    bf16 comes as int16, since the cast of Triton's interpreter is wrong below 2^-126.
     """
     loaded = load_tile(ptr, offsets, inside, MASKED)
     return as_float(loaded.to(tl.int32) << 16) if ptr.dtype.element_ty == tl.int16 else loaded.to(tl.float32)
@@ -69,7 +69,7 @@ def load_values(ptr, offsets, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def store_tile(ptr, offsets, values, inside, MASKED: tl.constexpr):
-    """Store `values` at `offsets`, where `inside` is true if MASKED."""
+    """Store `values` at `offsets`; if MASKED, only where `inside` is true."""
     if MASKED:
         tl.store(ptr + offsets, values, mask=inside)
     else:
@@ -78,7 +78,7 @@ def store_tile(ptr, offsets, values, inside, MASKED: tl.constexpr):
 
 @triton.jit
 def joined_bits(bits, inside, MASKED: tl.constexpr, TILE: tl.constexpr):
-    """Return bits packed in bytes, the first one lowest: (TILE,) int32 of 0 and 1 -> (TILE / 8,) uint8.
+    """Return `bits`, TILE numbers 0 or 1 (int32), packed into TILE / 8 bytes, the first one in the lowest bit.
 
     If MASKED, bits are 0 where `inside` is false.
     """
@@ -91,9 +91,9 @@ def joined_bits(bits, inside, MASKED: tl.constexpr, TILE: tl.constexpr):
 def random_tile(
     start, k0, k1, step_ptr, ROUNDING: tl.constexpr, STEP_IN_MEMORY: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the random bits of TILE elements from global index `start`, or zeros if the rounding uses none.
+    """Return the random bits of the TILE elements from index `start` on; zeros if ROUNDING is not stochastic.
 
-    WIDE: indices may be past 2^32.
+    WIDE must be set if an index may be 2^32 or more.
     """
     if ROUNDING == STOCHASTIC:
         k0, k1 = stream_keys(k0, k1, step_ptr, STEP_IN_MEMORY)
@@ -110,9 +110,9 @@ def random_tile(
 
 @triton.jit
 def place(first_tile, tiles_per_row, ONE_ROW: tl.constexpr):
-    """Return the row, and the tile within that row, that this program (thread block) works on.
+    """Return which row, and which tile within that row, the current program (thread block) works on.
 
-    In one long row, tiles start on a multiple of TILE whatever its length is.
+    ONE_ROW: all rows lie in memory without gaps and are treated as one long row.
     """
     pid = tl.program_id(0).to(tl.int64)
     if ONE_ROW:
@@ -123,9 +123,9 @@ def place(first_tile, tiles_per_row, ONE_ROW: tl.constexpr):
 
 @triton.jit
 def packed_codes(codes, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Return codes narrower than a byte joined into bytes, the first value lowest.
+    """Return TILE codes of WIDTH bits joined into larger integers, the first code in the lowest bits.
 
-    Of 6 bits, four are joined into 24 bits.
+    They are joined into bytes, and codes of 6 bits, four by four, into 24 bits. Codes of 8 and 16 bits stay as they are.
     """
     if WIDTH == 1 or WIDTH == 2 or WIDTH == 4 or WIDTH == 6:
         low, high = tl.split(codes.reshape(TILE // 2, 2))
@@ -141,7 +141,7 @@ def packed_codes(codes, WIDTH: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def unpacked_codes(packed, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Return the int32 codes (TILE,) in bytes that `packed_codes` returned."""
+    """Return the TILE codes (int32) from which `packed_codes` made the integers `packed`."""
     if WIDTH == 1:
         packed = tl.join(packed & 15, packed >> 4).reshape(TILE // 4)
     if WIDTH == 1 or WIDTH == 2 or WIDTH == 6:
@@ -153,7 +153,7 @@ def unpacked_codes(packed, WIDTH: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def store_codes(ptr, codes, num_bytes, WIDTH: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """Store the codes of a tile, in at most the `num_bytes` that are left in its row."""
+    """Store a tile's codes of WIDTH bits from address `ptr` on, but no more than `num_bytes`, the bytes left in the row."""
     packed = packed_codes(codes, WIDTH, TILE)
     if WIDTH == 6:
         start = tl.arange(0, TILE // 4) * 3
@@ -169,7 +169,7 @@ def store_codes(ptr, codes, num_bytes, WIDTH: tl.constexpr, TILE: tl.constexpr, 
 
 @triton.jit
 def load_codes(ptr, num_bytes, WIDTH: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """Return the int32 codes (TILE,) of a tile."""
+    """Return a tile's TILE codes (int32) of WIDTH bits from address `ptr` on; codes after `num_bytes` bytes are 0."""
     if WIDTH == 6:
         start = tl.arange(0, TILE // 4) * 3
         packed = tl.zeros((TILE // 4,), tl.int32)
@@ -189,14 +189,14 @@ def load_codes(ptr, num_bytes, WIDTH: tl.constexpr, TILE: tl.constexpr, MASKED: 
 
 @triton.jit
 def load_shared(ptr, offsets, inside, KIND: tl.constexpr):
-    """Return stored scales or minimums as int32: float32 bits, bf16 bits, or codes."""
+    """Return scales or minimums as int32, as they are stored: float32 bits, bf16 bits, or codes of 8 bits, as KIND says."""
     stored = tl.load(ptr + offsets, mask=inside, other=0).to(tl.int32)
     return stored & 0xFFFF if KIND == BF16 else stored
 
 
 @triton.jit
 def store_shared(ptr, offsets, stored, inside, KIND: tl.constexpr):
-    """Store scales or minimums in the form that `load_shared` returns."""
+    """Store scales or minimums, given as int32 as `load_shared` returns them: float32 bits, bf16 bits, or codes."""
     if KIND == BF16:
         stored = stored.to(tl.int16)
     elif KIND != FP32:
@@ -206,19 +206,17 @@ def store_shared(ptr, offsets, stored, inside, KIND: tl.constexpr):
 
 @triton.jit
 def nan_max(a, b):
-    """Return the larger of two values; NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def nan_min(a, b):
-    """Return the smaller of two values; NaN if either is NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def choose_minimum(x, inside, MINIMUM: tl.constexpr, MASKED: tl.constexpr):
-    """Return the minimum of each block in the stored form MINIMUM, and the largest distance of the block's values from it."""
+    """Return each block's minimum, rounded down, as its stored bits, and the largest distance of a value from it."""
     low = tl.reduce(tl.where(inside, x, float("inf")) if MASKED else x, 1, nan_min)
     high = tl.reduce(tl.where(inside, x, float("-inf")) if MASKED else x, 1, nan_max)
     low = low + 0.0  # turns -0.0 into 0.0
@@ -230,7 +228,10 @@ def choose_minimum(x, inside, MINIMUM: tl.constexpr, MASKED: tl.constexpr):
 def choose_scale(
     largest, tensor_scale, MAX_VALUE, ELEMENT: tl.constexpr, SCALE: tl.constexpr, RULE: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr
 ):
-    """Return the scale to store, in the form SCALE, for blocks whose largest magnitude is `largest`, finite."""
+    """Return the scale to store (float32 bits, bf16 bits or a code) for blocks whose largest magnitude is `largest`.
+
+    RULE: COVER (no value overflows) or OCP. MAX_VALUE is the element's largest value; `tensor_scale` multiplies all scales.
+    """
     if RULE == OCP:
         exponent = as_bits(largest) >> 23
         exponent = tl.where(exponent == 0, (as_bits(largest * 16777216.0) >> 23) - 24, exponent)  # subnormal: by 2^24 first
@@ -245,7 +246,7 @@ def choose_scale(
 
 @triton.jit
 def scale_of(stored, tensor_scale, SCALE: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr):
-    """Return the float32 scale of each block, given its stored form and the tensor scale."""
+    """Return the float32 scale of each block: the value of its stored bits or code, times the tensor scale if there is one."""
     scale = load_scale(stored, SCALE)
     return scale * tensor_scale if HAS_TENSOR_SCALE else scale
 
@@ -256,9 +257,9 @@ def encode_blocks(
     ELEMENT: tl.constexpr, ROUNDING: tl.constexpr, SCALE: tl.constexpr, MINIMUM: tl.constexpr, RULE: tl.constexpr, SAYS_NAN: tl.constexpr,
     HAS_TENSOR_SCALE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Return the codes (blocks, BLOCK_LEN) of x, and each block's scale and minimum in their stored forms.
+    """Return the codes (blocks, BLOCK_LEN) of `x`, and each block's scale and minimum as they are stored.
 
-    A block that is not finite has scale NaN and codes 0.
+    A block that is not finite gets scale NaN and codes 0. `at` are the offsets of the blocks' scales, read under RULE GIVEN.
     """
     if MINIMUM == NONE or RULE == GIVEN:
         largest = tl.reduce(tl.abs(x), 1, nan_max)
@@ -306,7 +307,7 @@ def decode_blocks(
     MINIMUM: tl.constexpr,
     HAS_TENSOR_SCALE: tl.constexpr,
 ):
-    """Return the float32 values of codes (blocks, BLOCK_LEN)."""
+    """Return the float32 values of codes (blocks, BLOCK_LEN), given each block's scale and minimum as they are stored."""
     values = decode_values(codes, table_ptr, ELEMENT) * scale_of(scale, tensor_scale, SCALE, HAS_TENSOR_SCALE)[:, None]
     return values if MINIMUM == NONE else values + load_scale(minimum, MINIMUM)[:, None]
 
@@ -316,7 +317,7 @@ def decode_blocks(
 
 @triton.jit
 def store_values(ptr, values, inside, MASKED: tl.constexpr):
-    """Store float32 values in the dtype of `ptr`. Finite values stay finite in float16."""
+    """Store a tile of float32 values from `ptr` on in the dtype of `ptr`; finite values stay finite in float16."""
     if ptr.dtype.element_ty == tl.float16:
         held = tl.minimum(tl.maximum(values, -65504.0), 65504.0)
         values = tl.where(tl.abs(values) < float("inf"), held, values)
@@ -336,9 +337,9 @@ def encode_kernel(
     SAYS_NAN: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr, STEP_IN_MEMORY: tl.constexpr, STORES_CODES: tl.constexpr,
     STORES_BITS: tl.constexpr, WIDE: tl.constexpr, ONE_ROW: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Encode one tile of rows; without STORES_CODES, store the rounded values instead.
+    """Encode one tile of a (rows, cols) tensor and store its codes and scales; without STORES_CODES, store rounded values.
 
-    STORES_BITS, for one long row: store the bit mask of values above 0, too, as in `masks.py`.
+    STORES_BITS, only for one long row: also store a mask with one bit per value, 1 for values above 0.
     """
     row, tile = place(first_tile, tiles_per_row, ONE_ROW)
     start = row * cols + tile * TILE
@@ -397,7 +398,7 @@ def decode_kernel(
     ELEMENT: tl.constexpr, BLOCK_LEN: tl.constexpr, SCALE: tl.constexpr, MINIMUM: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr,
     ONE_ROW: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store the values that the codes, scales and minimums of a tile stand for."""
+    """Decode one tile of a packed tensor from codes, scales and minimums, and store its values."""
     row, tile = place(first_tile, tiles_per_row, ONE_ROW)
     code_start = row * row_bytes + tile * (TILE * ELEMENT[1] // 8)
     codes = load_codes(codes_ptr + code_start, row_bytes - tile * (TILE * ELEMENT[1] // 8), ELEMENT[1], TILE, MASKED)
@@ -420,9 +421,9 @@ def decode_kernel(
 
 @triton.jit
 def largest_finite_kernel(x_ptr, out_ptr, numel, TILE: tl.constexpr):
-    """Raise the float32 bits at `out_ptr` to the largest finite |x| of a tile, if that is larger.
+    """Raise the float32 at `out_ptr` to the largest finite |x| of a tile, if that is larger.
 
-    Bits of numbers >= 0 are ordered like integers.
+    Bits of numbers >= 0 are ordered like integers, so an atomic maximum of integers does it.
     """
     offsets = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     a = as_bits(load_values(x_ptr, offsets, offsets < numel, True)) & 0x7FFFFFFF

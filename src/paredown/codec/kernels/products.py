@@ -1,4 +1,4 @@
-"""Kernels that quantize the operands of products (codec/products.py), the ones that a product over rows reads transposed.
+"""These kernels quantize the rows or columns of a matrix for the products of `codec/products.py`.
 
     rows       scale of each row, then its codes: one program for each row
     columns    scale of each column of g * s (one pass over tiles, joined by atomic maxima), then the codes, transposed in registers
@@ -31,13 +31,13 @@ from paredown.codec.products import ELEMENTS, LARGEST, MIN_MAGNITUDE, MULTIPLE
 
 TILE_ROWS, TILE_COLS = 128, 64
 TILES = {"TILE_ROWS": TILE_ROWS, "TILE_COLS": TILE_COLS}
-PARTS = 8  # programs that share the columns of a tile in the first pass, at least
-MAX_ROW = 32768  # values of a row that one program holds
+PARTS = 8  # least number of programs that share the columns of a tile in the first pass
+MAX_ROW = 32768  # values of the longest row that one program can hold
 
 
 @triton.jit
 def coded(values, scale, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
-    """Return values / scale as codes, rounded to nearest."""
+    """Return values / scale rounded to nearest: integers from -LARGEST to LARGEST if INTEGER, else e4m3fn floats."""
     y = values / scale
     y = tl.where(y > LARGEST, LARGEST, tl.where(y < -LARGEST, -LARGEST, y))  # a NaN stays
     if INTEGER:
@@ -49,14 +49,14 @@ def coded(values, scale, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
 
 @triton.jit
 def scale_of(bits, LARGEST: tl.constexpr, LEAST: tl.constexpr):
-    """Return the scale of a row or column whose largest magnitude has these float32 bits: that over LARGEST, at least LEAST / LARGEST."""
+    """Return max(a, LEAST) / LARGEST, the scale of a row or column, given the float32 `bits` of its largest magnitude a."""
     magnitude = bits.to(tl.float32, bitcast=True)
     return tl.where(magnitude < LEAST, LEAST, magnitude) / LARGEST
 
 
 @triton.jit
 def magnitude_bits(values):
-    """Return the bits of |values|, which are ordered as the magnitudes are."""
+    """Return |values| as float32 bits: integers in the same order, in which NaN is the largest."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -64,7 +64,7 @@ def magnitude_bits(values):
 def rows_kernel(
     x_ptr, codes_ptr, scales_ptr, cols, LARGEST: tl.constexpr, LEAST: tl.constexpr, INTEGER: tl.constexpr, TILE: tl.constexpr
 ):
-    """Store the codes of one row of x and the row's scale."""
+    """Quantize one row of the matrix x: store its codes and its scale, the largest magnitude over the largest code."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
     x = tl.load(x_ptr + row * cols + at, at < cols, other=0.0).to(tl.float32)
     scale = scale_of(tl.max(magnitude_bits(x), 0), LARGEST, LEAST)
@@ -77,9 +77,10 @@ def largest_kernel(
     g_ptr, s_ptr, bits_ptr, _codes_ptr, _scales_ptr, rows, cols, stride, num_tiles, num_parts,
     TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Raise the int32 at `bits_ptr`, one per column, to the float32 bits of the largest magnitude of each column of g * s.
+    """Raise the int32 at `bits_ptr`, one per column, to the float32 bits of the largest |g * s| in the column.
 
-    g is (rows, cols), s has one factor for each row."""
+    g is a matrix (rows, cols) and s has one factor for each row. `columns_kernel` reads the result.
+    """
     at_col = (tl.program_id(0) // num_parts) * TILE_COLS + tl.arange(0, TILE_COLS)
     largest = tl.zeros([TILE_COLS], tl.int32)
     for tile in range(tl.program_id(0) % num_parts, num_tiles, num_parts):
@@ -96,7 +97,10 @@ def columns_kernel(
     g_ptr, s_ptr, bits_ptr, codes_ptr, scales_ptr, rows, cols, stride, padded, num_tiles,
     LARGEST: tl.constexpr, LEAST: tl.constexpr, INTEGER: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes and scales of the columns of g * s, transposed, by the largest magnitudes that `largest_kernel` stored."""
+    """Quantize the columns of g * s: store their scales, and their codes transposed, with zeros up to `padded` bytes a row.
+
+    g is a matrix and s has one factor for each row; `bits_ptr` has the columns' largest magnitudes from `largest_kernel`.
+    """
     tile = tl.program_id(0) % num_tiles
     at_row = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     at_col = (tl.program_id(0) // num_tiles) * TILE_COLS + tl.arange(0, TILE_COLS)
@@ -113,7 +117,7 @@ def columns_kernel(
 
 @triton.jit
 def transpose_kernel(codes_ptr, out_ptr, rows, cols, padded, num_tiles, TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr):
-    """Store the transpose of a (rows, cols) matrix of bytes, each of its rows filled up to `padded` bytes with zeros."""
+    """Store the transpose of a (rows, cols) matrix of bytes, with zeros up to `padded` bytes in each row."""
     at_row = (tl.program_id(0) % num_tiles) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     at_col = (tl.program_id(0) // num_tiles) * TILE_COLS + tl.arange(0, TILE_COLS)
     inside = (at_row < rows)[:, None] & (at_col < cols)[None, :]
@@ -127,7 +131,7 @@ def _constants(element: str) -> dict[str, object]:
 
 
 def quantize_rows(x: Tensor, element: str) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of a matrix, with one scale for each row."""
+    """Return (codes, scales) of a matrix: codes of its shape in `element` ("int8" or "e4m3fn"), and scales (rows, 1)."""
     x, (rows, cols) = x.contiguous(), x.shape
     if cols > MAX_ROW:
         return products.quantize_rows(x, element)
@@ -145,7 +149,10 @@ def _rows_launch(rows: int, cols: int, element: str) -> Launch:
 
 
 def quantize_columns(g: Tensor, s: Tensor, element: str) -> tuple[Tensor, Tensor]:
-    """Return (codes, scales) of the columns of g * s, transposed: (columns, rows up to a multiple of 16), and (columns, 1)."""
+    """Return the columns of g * s quantized to `element`: codes (columns, rows up to a multiple of 16), scales (columns, 1).
+
+    g is a matrix (rows, columns) and s has one factor for each row.
+    """
     g = g if g.stride(1) == 1 else g.contiguous()
     rows, cols = g.shape
     codes = torch.empty((cols, -(-rows // MULTIPLE) * MULTIPLE), dtype=ELEMENTS[element], device=g.device)
@@ -156,7 +163,10 @@ def quantize_columns(g: Tensor, s: Tensor, element: str) -> tuple[Tensor, Tensor
 
 @final
 class ColumnQuantizer:
-    """A function that quantizes the columns of g * s for matrices g of one size: `self(g, s, codes, scales)` writes the last two."""
+    """Prepared kernel launches for matrices g of one size: `self(g, s, codes, scales)` quantizes the columns of g * s.
+
+    s has one factor for each row of g. Preparing them once saves time in every later call.
+    """
 
     def __init__(self, rows: int, cols: int, stride: int, element: str) -> None:
         num_tiles, num_cols = triton.cdiv(rows, TILE_ROWS), triton.cdiv(cols, TILE_COLS)
@@ -172,7 +182,6 @@ class ColumnQuantizer:
         self._cols, self._direct = cols, Direct([first, second])
 
     def __call__(self, g: Tensor, s: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """Write the codes of the columns of g * s, transposed, into `codes` and their scales into `scales`."""
         bits = torch.zeros(self._cols, dtype=torch.int32, device=g.device)
         key, pointers = (g.get_device(), g.dtype, s.dtype), (g, s, bits, codes, scales)
         addresses = tuple(tensor.data_ptr() for tensor in pointers)
@@ -184,7 +193,7 @@ column_quantizer = lru_cache(maxsize=4096)(ColumnQuantizer)
 
 
 def transposed(codes: Tensor) -> Tensor:
-    """Return the transpose of a matrix of codes, with zeros up to a multiple of 16 columns."""
+    """Return the transpose of a matrix of codes, whose rows are padded with zeros to a multiple of 16 columns."""
     codes, (rows, cols) = codes.contiguous(), codes.shape
     out = torch.empty((cols, -(-rows // MULTIPLE) * MULTIPLE), dtype=codes.dtype, device=codes.device)
     transposer(rows, cols)(codes, out)
@@ -193,7 +202,7 @@ def transposed(codes: Tensor) -> Tensor:
 
 @final
 class Transposer:
-    """A function that transposes the bytes of matrices of one size: `self(codes, out)` writes `out`."""
+    """Prepared kernel launches for matrices of one size: `self(codes, out)` writes the transpose of `codes` into `out`."""
 
     def __init__(self, rows: int, cols: int) -> None:
         padded = -(-rows // MULTIPLE) * MULTIPLE
@@ -204,7 +213,6 @@ class Transposer:
         )
 
     def __call__(self, codes: Tensor, out: Tensor) -> None:
-        """Write the transpose of `codes` into `out`."""
         key, addresses = (codes.get_device(), torch.int8, torch.int8), (codes.data_ptr(), out.data_ptr())
         if not self._direct.run(key, addresses[0] | addresses[1], addresses):
             self._direct.launch(key, (codes.view(torch.int8), out.view(torch.int8)))

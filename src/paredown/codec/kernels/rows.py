@@ -1,4 +1,4 @@
-"""The host's side of the kernels that encode, decode and round rows: what they cover, their constants, arguments and tiles."""
+"""Host functions prepare launches of the kernels that encode, decode and round rows, and say what these cover."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ AS_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.ui
 def covers(encoding: Encoding, job: str) -> bool:
     """Return whether a kernel does this job ("encode", "decode" or "round_trip") for this encoding.
 
-    Elements whose smallest normal value lies below float32's (e8m3fnuz, e4m3b130), tables of users and scales other than SCALES go
-    through plain torch.
+    Kernels do not support elements whose smallest normal value lies below float32's (e8m3fnuz, e4m3b130), tables that users
+    define, and scales other than SCALES.
     """
     element, block, scale = encoding.format.element, encoding.format.block, encoding.format.scale
     is_own_table = element.kind is ElementKind.TABLE and element.name not in TABLES
@@ -57,7 +57,7 @@ def covers(encoding: Encoding, job: str) -> bool:
 
 
 def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> PackedParts:
-    """Return the codes and scales of `x` (rows, cols); if `given` is not None, its scales are used."""
+    """Return the codes and scales of `x`, (rows, cols); `given` has scales to use instead of choosing them, or is None."""
     parts = encoding.empty_parts(*x.shape, device=x.device, tensor_scale=given.tensor_scale if given else None)
     if encoding.rule == "given":
         assert given is not None
@@ -68,7 +68,7 @@ def encode_rows(x: Tensor, encoding: Encoding, given: PackedParts | None) -> Pac
 
 
 def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
-    """Write the decoded values into `out` (rows, cols), and return it."""
+    """Write the values decoded from `parts` (codes, scales, minimums) into `out`, (rows, cols), and return `out`."""
     element = encoding.format.element
     pointers = (parts.codes, out, *shared_of(parts, out), _table(element, Rounding.NEAREST_EVEN, out.device))
     for launch in decodes(*out.shape, encoding.format):
@@ -77,7 +77,7 @@ def decode_rows(parts: PackedParts, encoding: Encoding, out: Tensor) -> Tensor:
 
 
 def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Callable[[Tensor], Tensor]:
-    """Return a function decode(out) that decodes `parts` into `out`; all else is prepared once, so that calls are cheap."""
+    """Return a function that decodes `parts` into its argument, a (rows, cols) tensor; kernel launches are prepared here."""
     codes, direct = parts.codes, Direct(decodes(rows, cols, encoding.format))
     assert codes is not None
     shared = (None if t is None else t.view(AS_INTEGERS.get(t.dtype, t.dtype)) for t in (parts.scales, parts.minimums))
@@ -96,7 +96,10 @@ def decoder(parts: PackedParts, encoding: Encoding, rows: int, cols: int) -> Cal
 
 
 def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, out: Tensor) -> Tensor:
-    """Write the values that encoding and decoding make of `x` into `out`, and return it."""
+    """Write `x`, (rows, cols), rounded to values of the encoding's format into `out`, and return `out`.
+
+    `given` has scales to use instead of choosing them, or is None.
+    """
     element = encoding.format.element
     if encoding.format.block is None and element.kind is not ElementKind.TABLE:
         return round_trip_at_run_time(x, device_spec(element, encoding.overflow, x.device), encoding.rounding, encoding.seed, out)
@@ -105,9 +108,9 @@ def round_trip_rows(x: Tensor, encoding: Encoding, given: PackedParts | None, ou
 
 
 def round_trip_at_run_time(x: Tensor, spec: Tensor, rounding: Rounding, seed: Seed, out: Tensor) -> Tensor:
-    """Write `x`, rounded to the element that `spec` describes, into `out`, and return `out`.
+    """Write `x`, rounded to a number type that the kernel reads from device memory, into `out`, and return `out`.
 
-    `spec`: the int32 of `runtime_formats.describe` in device memory, which the kernel reads when it runs.
+    `spec`: the type's twelve int32 from `runtime_formats.describe`. One compiled kernel serves all types without blocks.
     """
     random = random_of(seed, x.numel(), rounding)
     for launch in round_trips(x.numel(), rounding, random.step_in_memory, random.wide):
@@ -116,9 +119,9 @@ def round_trip_at_run_time(x: Tensor, spec: Tensor, rounding: Rounding, seed: Se
 
 
 def round_trip_by_row(x: Tensor, row: Tensor, rounding: Rounding, step: Tensor, out: Tensor) -> Tensor:
-    """Write `x` into `out`, rounded to the format that a row of a table in device memory describes, and return `out`.
+    """Write `x`, rounded to the format that `row`, a row of int32 in device memory, describes, into `out`; return `out`.
 
-    The row has the element and the keys of the random bits; `step` is the training step, one int32 on the device.
+    The row also has keys of the random bits; `step` is the training step, one int32 on the device. Captured CUDA graphs use this.
     """
     wide = x.numel() > 1 << 32
     for launch in round_trips(x.numel(), rounding, step_in_memory=True, wide=wide, keys_in_memory=True):
@@ -127,7 +130,7 @@ def round_trip_by_row(x: Tensor, row: Tensor, rounding: Rounding, step: Tensor, 
 
 
 def round_many(owners: Tensor, table: Tensor, rounding: Rounding, step: Tensor, tile: int) -> None:
-    """Round many tensors in one kernel launch, each to its own element.
+    """Round many tensors in one kernel launch, each to its own number type, as `RuntimeFormatTable.round_many` prepares.
 
     `owners` has the tensor's index for each program of `tile` values, `table` one row of int64 for each tensor: addresses and sizes.
     """
@@ -137,7 +140,10 @@ def round_many(owners: Tensor, table: Tensor, rounding: Rounding, step: Tensor, 
 
 @lru_cache(maxsize=4096)
 def round_trips(numel: int, rounding: Rounding, step_in_memory: bool, wide: bool, keys_in_memory: bool = False) -> list[Launch]:
-    """Return the launches of `round_trip_kernel` that round `numel` values; `wide`: element indices may be past 2^32."""
+    """Return the launches of `round_trip_kernel` that round `numel` values.
+
+    `step_in_memory`, `keys_in_memory`: step and keys of the random bits are in device memory. `wide`: an index may be past 2^32.
+    """
     where = {"STEP_IN_MEMORY": step_in_memory, "KEYS_IN_MEMORY": keys_in_memory}
     constants = {"ROUNDING": ROUNDINGS[rounding].value, **where, "WIDE": wide}
     launches: list[Launch] = []
@@ -172,6 +178,7 @@ def encodes(
     """Return the launches of `encode_kernel` that encode (rows, cols) values.
 
     `how`: format, rounding, overflow and the rule of scales. `stores_bits`: the mask of values above 0 is stored, too.
+    Without `stores_codes` the rounded values are stored. `wide`: element indices may be past 2^32.
     """
     format, rounding, overflow, rule = how
     lowest, highest = table_limits(format.element, rounding) if format.element.kind is ElementKind.TABLE else (0.0, 0.0)
@@ -204,7 +211,7 @@ def decodes(rows: int, cols: int, format: Format) -> list[Launch]:
 
 @cache
 def element_constants(element: Element, overflow: Overflow) -> tuple[int, ...]:
-    """Return the compile-time constants of an element, as `numbers.py` documents them."""
+    """Return the numbers that describe an element, a type of number, to kernels at compile time; `numbers.py` lists them."""
     inf_code, nan_code = (-1 if code is None else code for code in (element.inf_code, element.nan_code))
     special = (inf_code if inf_code >= 0 else nan_code) if overflow is Overflow.NONFINITE else -1
     has_minus_zero = element.kind is ElementKind.FLOAT and element.value(element.sign_code) == 0
@@ -225,18 +232,18 @@ def block_constants(format: Format) -> dict[str, int]:
 
 @cache
 def device_spec(element: Element, overflow: Overflow, device: torch.device) -> Tensor:
-    """Return the description of an element for run-time kernels, as a tensor on the device.
+    """Return the twelve int32 that describe an element, a type of number, to kernels at run time, as a tensor on the device.
 
-    It is cached: clone it before writing to it.
+    The tensor is cached: clone it before writing to it.
     """
     return torch.tensor(runtime_formats.describe(element, overflow), dtype=torch.int32, device=device)
 
 
 @cache
 def _table(element: Element, rounding: Rounding, device: torch.device) -> Tensor:
-    """Return the thresholds and values of an element that is a table, as one tensor on the device; one zero for other elements.
+    """Return what kernels read for an element that is a table of values: its thresholds, then its values; otherwise one zero.
 
-    The thresholds, in 2^width entries, are the float32 at which the code goes up by one; the values of all codes follow.
+    A threshold is the float32 from which on the code is one higher. There are 2^width entries for thresholds, some of them unused.
     """
     if element.kind is not ElementKind.TABLE:
         return torch.zeros(1, device=device)
@@ -249,7 +256,7 @@ def _table(element: Element, rounding: Rounding, device: torch.device) -> Tensor
 
 
 class Random(NamedTuple):
-    """The arguments that tell a kernel which random bits to draw: the step, keys and the index of the first element."""
+    """What a kernel needs to draw random bits: the training step, two keys, and the index of the tensor's first element."""
 
     step: Any
     scalars: tuple[int, int, int]  # first_index, k0, k1
@@ -274,13 +281,13 @@ def bf16_as_integers(x: Tensor) -> Tensor:
 
 
 def shared_of(parts: PackedParts, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scales and minimums as integers, and the tensor scale; `like` stands for those that the format lacks."""
+    """Return scales and minimums as integers, and the tensor scale, as kernels read them; `like` stands in for missing ones."""
     scales, minimums = (like if t is None else t.view(AS_INTEGERS[t.dtype]) for t in (parts.scales, parts.minimums))
     return scales, minimums, like if parts.tensor_scale is None else parts.tensor_scale
 
 
 class RowTiles(NamedTuple):
-    """The tiles that one kernel launch covers: how many, the kernel's arguments for them, and its compile-time constants."""
+    """What one kernel launch needs to cover rows by tiles: how many tiles, arguments that depend on sizes, and constants."""
 
     count: int
     offsets: tuple[int, int, int, int, int]  # first_tile, tiles_per_row, cols, row_bytes, blocks_per_row
@@ -288,7 +295,7 @@ class RowTiles(NamedTuple):
 
 
 def tiling(format: Format, job: str, cols: int) -> tuple[int, int]:
-    """Return the number of values in a tile and of warps in a program, for rows of `cols` values (0: one long row).
+    """Return how many values a tile has, and how many warps a program, for rows of `cols` values (0 for one long row).
 
     `job`: "encode" or "decode".
 
@@ -303,9 +310,9 @@ def tiling(format: Format, job: str, cols: int) -> tuple[int, int]:
 
 
 def _tiles(rows: int, cols: int, format: Format, job: str) -> list[RowTiles]:
-    """Return the tiles of each kernel launch: for one long row full tiles without a mask and the rest with one.
+    """Return the tiles of each kernel launch that covers (rows, cols) values.
 
-    Otherwise all tiles have a mask.
+    Rows without gaps are one long row: a launch for full tiles without a mask, another for the rest. Other rows take one launch.
     """
     if rows * cols == 0:
         return []

@@ -1,8 +1,8 @@
-"""round_trip of floats and integers without a block, for an element that is known only when the kernel runs.
+"""These kernels round values to elements without blocks that they read from memory when they run.
 
-The element is twelve int32 in memory (`describe`), so one compiled kernel, and one captured CUDA graph, serves every format. Per value,
-in float32 bits: normals are rounded by adding below the last kept bit and clearing what is below, subnormals by scaling to
-an integer; what lies past the largest value is replaced.
+An element, a float or an integer, is twelve int32 in memory (`describe`), so one compiled kernel, and one captured CUDA graph, serves
+every format. Per value, in float32 bits: normals are rounded by adding below the last kept bit and clearing what is below, subnormals
+by scaling to an integer; what lies past the largest value is replaced.
 
     x  [ x0 x1 x2 x3 x4 x5 x6 x7 ]  ->  [ r(x0) ... r(x7) ]      8 bytes move for each float32
 """
@@ -21,12 +21,12 @@ from paredown.formats.rounding import Overflow
 
 
 def float_bits(x: float) -> int:
-    """Return the bits of a float32."""
+    """Return the bits of `x` as a float32, as a signed integer of 32 bits."""
     return struct.unpack("i", struct.pack("f", x))[0]
 
 
 def describe(element: Element, overflow: Overflow) -> list[int]:
-    """Return the twelve int32 by which kernels know an element (not a table) at run time."""
+    """Return twelve int32 from which kernels learn an element, a float or integer type of number, when they run."""
     sub_bits = element.mantissa_bits if element.subnormals else 0
     smallest = 2.0**element.min_exponent
     up = 30 - element.min_exponent
@@ -50,7 +50,10 @@ def describe(element: Element, overflow: Overflow) -> list[int]:
 
 @triton.jit
 def round_bits(a, random, spec_ptr, ROUNDING: tl.constexpr):
-    """Return a magnitude, given as float32 bits `a`, rounded to the element at `spec_ptr`; it may be past its largest value."""
+    """Return magnitudes, given as float32 bits `a`, rounded to the number type described at `spec_ptr`.
+
+    The results may exceed the type's largest value.
+    """
     dropped = tl.load(spec_ptr)
     smallest = tl.load(spec_ptr + 1)
     kept = tl.load(spec_ptr + 2)
@@ -78,7 +81,7 @@ def round_bits(a, random, spec_ptr, ROUNDING: tl.constexpr):
 
 @triton.jit
 def round_to_spec(x, random, spec_ptr, ROUNDING: tl.constexpr):
-    """Return float32 x rounded to the element at `spec_ptr`."""
+    """Return float32 `x` rounded to the number type that the twelve int32 at `spec_ptr` describe."""
     bits = as_bits(x)
     a = bits & 0x7FFFFFFF
     rounded = round_bits(a, random, spec_ptr, ROUNDING)
@@ -95,7 +98,10 @@ def round_trip_kernel(
     ROUNDING: tl.constexpr, STEP_IN_MEMORY: tl.constexpr, KEYS_IN_MEMORY: tl.constexpr, WIDE: tl.constexpr, MASKED: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Round each value of x to the element at `spec_ptr`, which may be followed by the keys of its random bits."""
+    """Round each value of x to the number type that the twelve int32 at `spec_ptr` describe, and store it at `out_ptr`.
+
+    KEYS_IN_MEMORY: the keys of the random bits follow the description in memory.
+    """
     start = (tl.program_id(0).to(tl.int64) + first_tile) * TILE
     inside = tl.arange(0, TILE) < tl.minimum(numel - start, TILE).to(tl.int32)
     x = load_values(x_ptr + start, tl.arange(0, TILE), inside, MASKED)
@@ -107,7 +113,7 @@ def round_trip_kernel(
 
 @triton.jit
 def round_many_kernel(owners_ptr, table_ptr, step_ptr, ROUNDING: tl.constexpr, TILE: tl.constexpr):
-    """Round a tile of one of many float32 tensors to the element in the tensor's row of the table.
+    """Round a tile of one of many float32 tensors to the number type in the tensor's row of the table.
 
     owners   [ 0 0 0 1 2 2 ]        program -> tensor
     table    [ address of x, of out, of its element and keys | numel, first program ]        one row of int64 for each tensor

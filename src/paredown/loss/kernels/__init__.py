@@ -1,1 +1,1 @@
-"""The loss of a chunk in Triton."""
+"""The loss of a chunk of rows as a Triton kernel."""

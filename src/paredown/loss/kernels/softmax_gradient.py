@@ -1,4 +1,4 @@
-"""The losses of a chunk's rows, and the gradient of its logits in place of them: two reads and one write, in the dtype of the logits.
+"""`softmax_gradient` computes the losses of a chunk's rows, and overwrites its logits by their gradient.
 
 With the terms of `chunked_cross_entropy.Rows`, own = (1 - e) w_y and smooth = e / V (0 if y is the ignored index), with
 L = log sum_c exp z_c and S = sum_c w_c:
@@ -30,7 +30,7 @@ LOWEST = tl.constexpr(-3.0e38)  # finite: the running maximum of lanes that have
 
 @triton.jit
 def transformed(x, SCALES: tl.constexpr, NUM_TANH: tl.constexpr):
-    """Return f(x) and f'(x) of the transform f of logits."""
+    """Return f(x) and f'(x) for a transform f of logits: c tanh(b tanh(a x)) for SCALES (a, b, c), a x for (a,)."""
     z = x * SCALES[0]
     slope = tl.full(x.shape, SCALES[0], tl.float32)
     for i in tl.static_range(1, NUM_TANH + 1):
@@ -43,14 +43,14 @@ def transformed(x, SCALES: tl.constexpr, NUM_TANH: tl.constexpr):
 
 @triton.jit
 def update_sum(peak, total, z):
-    """Return the running maximum, and the sum of exp(z - maximum), after the values `z`."""
+    """Return `peak` and `total` after adding the values `z`: the maximum so far, and the sum of exp(value - maximum)."""
     new = tl.maximum(peak, z)
     return new, total * tl.exp(peak - new) + tl.exp(z - new)
 
 
 @triton.jit
 def gradient_of(z, log_sum, factor):
-    """Return factor * softmax of the values `z`."""
+    """Return `factor` times the softmax of the values `z`; `log_sum` is the log-sum-exp of their whole row."""
     return factor * tl.exp(z - log_sum)
 
 
@@ -76,7 +76,7 @@ def softmax_gradient(
     NUM_TANH: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute the loss of one row, and overwrite the row's logits by their gradient."""
+    """Compute the loss of one row of logits, and overwrite the row by its gradient if HAS_GRADIENT."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     columns = tl.arange(0, TILE)
@@ -141,9 +141,9 @@ def losses_and_gradient_(
 ) -> Tensor:
     """Return the losses (num_rows,) of `logits`, and overwrite `logits` by their gradient times `scale`.
 
-    If `scale` is None, logits stay unmodified. The values of a row of `logits` are contiguous. `numbers` are the ignored index, 1 -
-    e and e / V, `weights` are one for each class, and their sum. A tensor `scale` has one float32 value for each row.
-    `scales_of_logits`: SCALES.
+    If `scale` is None, logits stay unmodified. The values of a row of `logits` must be contiguous. `numbers` are the ignored index, 1 minus
+    the label smoothing, and that smoothing / number of classes; `weights`: a weight for each class, and their sum. A tensor `scale` has
+    one float32 value for each row. `scales_of_logits`: (a, b, c) for a transform of logits c tanh(b tanh(a x)), (a,) for a x.
     """
     num_rows, num_classes = logits.shape
     losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)

@@ -1,1 +1,1 @@
-"""Updates and folds on the CPU in loops that numba compiles, the same bits as `optim/reference.py`."""
+"""Optimizer updates and gradient sums in loops that numba compiles, with the bits of `optim/reference.py`."""

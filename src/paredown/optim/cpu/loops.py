@@ -1,8 +1,8 @@
-"""Updates and folds of `optim/reference.py` on the CPU as loops that numba compiles: the same bits, in one pass, without scratch tensors.
+"""`update` and `fold` are loops that numba compiles, with the bits of `optim/reference.py`.
 
-A row is read in tiles of whole blocks of all slots, of at most TILE values; a tensor whose rows are whole blocks is one row. Of each tile:
+A row is read in tiles of whole blocks of every slot (weight, moments, gradient), at most TILE values. Rows of whole blocks are one row.
 
-    read each slot -> rule -> find blocks that are not finite -> write each slot, those blocks excepted -> count
+    tile:  read each slot -> rule -> find blocks that are not finite -> write each slot, those blocks excepted -> count
 
 The functions of `codec/loops.py` find scales and codes; here are the rules, integers as `whole_parts` rounds them, sticky scales, roots,
 residues and counters. Which layouts these loops cover is decided in `updater.py`.
@@ -23,9 +23,9 @@ from paredown.codec.loops import FLOAT32, INF, TILE, ZERO, F, S, U, bits_of, ent
 from paredown.optim import reference, rules
 
 SGD, SGDM, NESTEROV, ADAMW, LION = range(5)
-PACKED, ABSENT = -1, -2  # other kinds of slots are the dtypes of plain tensors
+PACKED, ABSENT = -1, -2  # kinds of slots; the others are the dtypes of unpacked tensors
 CODES, WHOLE = range(2)  # how integers are rounded
-WEIGHT, GRADIENT = 0, 3  # places of slots; between them the moments
+WEIGHT, GRADIENT = 0, 3  # indices of a parameter's tensors; between them are the moments
 LIMIT, SMALLEST_SQUARE, LESS = F(reference.LIMIT), F(rules.SMALLEST_SQUARE), F(1 - 2.0**-22)
 HALF_BITS, EXPONENT = S(rules.HALF_BITS), S(0x7F800000)
 STAYS_ABOVE, SMALLEST_STICKY_CODE = reference.STAYS_ABOVE, reference.SMALLEST_STICKY_CODE
@@ -37,7 +37,7 @@ MEMORY = ("codes", "scales", "minimums")
 TABLES = codec.Tables._fields
 INTEGERS = (
     *("kind", "integers", "is_sticky", "roots"),
-    "multiplier",  # of its random bits
+    "multiplier",  # factor of its random bits
     *(f"{name}_{what}" for name in (*MEMORY, *(f"table_{name}" for name in TABLES)) for what in ("address", "len")),
 )
 # how one tensor of a parameter is read and written
@@ -45,7 +45,7 @@ SLOT = np.dtype([*((name, np.int64) for name in INTEGERS), ("factor", np.float32
 
 
 class EntrySlot(NamedTuple):
-    """A weight, moment or gradient of one parameter as compiled loops read it: its memory and its encoding."""
+    """A weight, moment or gradient of one parameter: the memory and encoding that compiled loops read and write."""
 
     parts: Any
     numbers: Any
@@ -54,7 +54,10 @@ class EntrySlot(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The sizes of an update: rows, columns, values per tile and block, the index of the first value, and whether rounding is random."""
+    """The sizes of an update (rows, columns, values in a tile and in a block), its first value's index, and `is_random`.
+
+    A tile is the values that are decoded at once. `is_random`: whether any tensor is rounded stochastically.
+    """
 
     rows: int
     cols: int
@@ -73,7 +76,7 @@ class Scales(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Buffers for encoding the values of one slot (weight or moment) in a tile."""
+    """Buffers in which the values of one weight or moment are encoded, a tile (at most TILE values) at a time."""
 
     y: Any  # float32
     scaled: Any
@@ -90,7 +93,7 @@ class Scratch(NamedTuple):
 
 @intrinsic
 def fused(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return a * b + c of float32 values, rounded once."""
+    """Return a * b + c of float32 values, rounded once: an operation that numba lacks, generated as LLVM code."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fma(*args)
@@ -145,7 +148,10 @@ def lion(h, p, g, m, new_p, new_m):
 
 @inner
 def apply_rule(rule, h, old, new, count):
-    """Write the updated parameter and moments into `new`, computed by `rule` from the previous ones and the gradient in `old`."""
+    """Write the parameter and moments after an update into the rows of `new`, for the first `count` values of a tile.
+
+    The rows of `old` are the parameter, two moments and the gradient. `rule` is a rule's number, `h` its hyperparameters.
+    """
     p, m, v, g = old[0, :count], old[1, :count], old[2, :count], old[3, :count]
     new_p, new_m, new_v = new[0, :count], new[1, :count], new[2, :count]
     if rule == SGD:
@@ -178,7 +184,7 @@ def take_roots(x, roots, y):
 
 @inner
 def invert_roots(y, roots):
-    """Replace each value in `y`, a stored square root (or fourth root), by the number that it was taken of."""
+    """Replace each stored square root (`roots` = 1) or fourth root (2) of a second moment in `y` by that second moment."""
     if roots == 2:
         bits = y.view(np.int32)
         for i in range(len(y)):
@@ -193,7 +199,7 @@ def invert_roots(y, roots):
 
 @intrinsic
 def pointer(typing_context: Any, address: Any) -> Any:
-    """Return an address, an int64, as a pointer."""
+    """Return an address, an int64, as a pointer: an operation that numba lacks, generated as LLVM code."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
@@ -225,7 +231,10 @@ def tables_of(how):
 
 @inner
 def blocks_of(n, row, cols, begin, count):
-    """Return the index within the row of a tile's first block, the number of its blocks, and the first block's index in the tensor."""
+    """Return a tile's first block within its row, its number of blocks, and that first block's index in the whole tensor.
+
+    The tile has `count` values of row `row`, from column `begin` on; all three are 0 if the format, described by `n`, has no blocks.
+    """
     if n.block == 0:
         return 0, 0, 0
     first = begin // n.block
@@ -234,14 +243,17 @@ def blocks_of(n, row, cols, begin, count):
 
 @inner
 def bytes_of(parts, n, row, cols, begin, count):
-    """Return the bytes of codes of a tile, `count` values from column `begin` of a row, as a view."""
+    """Return a view of the bytes that hold the codes of a tile: `count` values of row `row`, from column `begin` on."""
     first = row * ((cols * n.width + 7) // 8) + begin * n.width // 8
     return parts.codes[first : first + (count * n.width + 7) // 8]
 
 
 @inner
 def read(slot, row, cols, begin, y, codes, scales):
-    """Write the decoded values of a slot's tile, times the slot's factor, into y, and the tile's scales into `scales`."""
+    """Decode a tile of one tensor, len(y) values of row `row` from column `begin` on, into `y` as float32.
+
+    Values are multiplied by the factor of `slot`. `codes` and `scales` are buffers that then hold the tile's codes and scales.
+    """
     n, count, factor = slot.numbers, len(y), slot.how.factor
     first, blocks, start = blocks_of(n, row, cols, begin, count)
     if slot.how.kind == PACKED:
@@ -264,7 +276,7 @@ def read(slot, row, cols, begin, y, codes, scales):
 
 @inner
 def read_residue(weight, residue, place, y):
-    """Write 24-bit weights, from index `place` on, into `y`: 16 bits are the bfloat16 weight, and 8 bits the residue."""
+    """Write len(y) weights from index `place` on into `y`; each consists of a bfloat16 number and 8 more bits, its residue."""
     words, low, bits = weight.view(np.int16), residue.view(np.int8), y.view(np.int32)
     for i in range(len(y)):
         bits[i] = S(S(S(words[place + i]) << S(16)) + S(S(low[place + i]) << S(8)))
@@ -275,7 +287,10 @@ def read_residue(weight, residue, place, y):
 
 @inner
 def draw_bits(bits, quads, call, index, count):
-    """Return the random bits of `count` weights from `index` on, written into `bits`, four from each hash."""
+    """Return the random bits of `count` weights from `index` on; four adjacent weights share one hash.
+
+    `bits` (for the result) and `quads` (for the hashes) are buffers; `call` has the keys.
+    """
     first, offset = index >> 2, index & 3
     part = quads[: (offset + count + 3) >> 2]
     codec.fill_bits(part, call, first)
@@ -288,7 +303,10 @@ def draw_bits(bits, quads, call, index, count):
 
 @inner
 def whole_codes(y, bits, codes, begin, first_block, n, scales):
-    """Write the integer codes of y / scale, rounded as `reference.whole_parts` defines."""
+    """Write the codes of y / scale for an integer element, rounded by means of `bits` as `reference.whole_parts` defines.
+
+    `y` begins at column `begin` of its row; `scales` are those of its blocks, from the row's block `first_block` on.
+    """
     mask, is_stochastic, is_signed = S((1 << n.width) - 1), n.rounding == codec.STOCHASTIC, n.min_value < ZERO
     for b in range(begin // n.block, (begin + len(y) - 1) // n.block + 1):
         start, stop = codec.place_of(b, n.block, begin, len(y))
@@ -310,7 +328,10 @@ def whole_codes(y, bits, codes, begin, first_block, n, scales):
 
 @inner
 def sticky_scales(top, n, scale_values, old, scales):
-    """Write the scales of a weight's blocks after an update: the `old` scale wherever it still fits the block's largest value."""
+    """Write the e8m0 scales of a weight's blocks after an update: the `old` scale as long as it fits the largest value.
+
+    `top` has each block's largest magnitude as float32 bits, `scale_values` the value of each code of a scale.
+    """
     least = F(STAYS_ABOVE * np.float64(n.max_value))
     for b in range(len(top)):
         largest = from_bits(top[b])
@@ -324,12 +345,15 @@ def sticky_scales(top, n, scale_values, old, scales):
 
 @inner
 def encode_blocks(slot, y, begin, first, blocks, old, scales, made, bits, codes):
-    """Encode a tile's values `y`, in a format with blocks, into `scales` and `codes`."""
+    """Encode `y`, the new values of a tile in a format with blocks, into the buffers `scales` and `codes`.
+
+    `first` is the tile's first block in its row, `blocks` their number; `old` are a weight's scales before, `made` other buffers.
+    """
     n, count = slot.numbers, len(y)
     top, low, high = made.ends[0, :blocks], made.ends[1, :blocks], made.ends[2, :blocks]
     codec.find_ends(y, begin, first, n, top, low, high)
     values, minimums, scale_codes = scales.values[:blocks], scales.minimums[:blocks], scales.codes[:blocks]
-    minimums[:] = ZERO  # what another slot left there
+    minimums[:] = ZERO  # instead of what another slot left there
     if slot.how.is_sticky:
         sticky_scales(top, n, slot.tables.scales, old, scales)
     else:
@@ -343,7 +367,10 @@ def encode_blocks(slot, y, begin, first, blocks, old, scales, made, bits, codes)
 
 @inner
 def write(slot, row, cols, begin, x, bits, skipped, old, scales, made):
-    """Encode a tile's values x and store codes and scales in the slot, except where the mask `skipped` is set (empty: everywhere)."""
+    """Encode `x`, the new values of a tile, and store codes and scales, except for the values that the mask `skipped` marks.
+
+    An empty mask marks none. `bits` are random, `old` a weight's scales before the update, `scales` and `made` buffers.
+    """
     n, count = slot.numbers, len(x)
     y, codes, old_codes, random = made.y[:count], made.codes[:count], made.old_codes[:count], made.bits[:count]
     first, blocks, start = blocks_of(n, row, cols, begin, count)
@@ -378,7 +405,10 @@ def write(slot, row, cols, begin, x, bits, skipped, old, scales, made):
 
 @inner
 def store_scales(slot, begin, first, blocks, start, skipped, scales):
-    """Store scales and minimums of a tile, except of blocks whose first value is set in the mask `skipped`."""
+    """Store the new scales and minimums of a tile's blocks, except for blocks that the mask `skipped` marks.
+
+    `first` is the tile's first block in its row, `start` its index in the tensor; an empty mask marks no block.
+    """
     n, values, minimums, codes = slot.numbers, scales.values, scales.minimums, scales.codes
     if not len(skipped):
         codec.write_scales(slot.parts, start, n, codes[:blocks], values[:blocks], minimums[:blocks])
@@ -403,7 +433,7 @@ def write_residue(weight, residue, place, x, skipped):
 
 @inner
 def find_not_finite(slots, new, count, lost):
-    """Mark in `lost` the values of a tile whose new weight or moment is not finite, and return how many there are."""
+    """Mark in `lost` the values of a tile whose new weight or moment is not finite or too large; return their number."""
     num = 0
     for i in range(count):
         lost[i] = np.uint8(not abs(new[0, i]) < LIMIT)
@@ -419,9 +449,10 @@ def find_not_finite(slots, new, count, lost):
 
 @inner
 def skip_blocks(begin, block, old, new, count, lost, skipped):
-    """Mark in `skipped` all values of the blocks that have a value marked in `lost`, and return how many blocks these are.
+    """Mark in `skipped` all values of the blocks that have a value marked in `lost`; return how many such blocks there are.
 
-    Their new weights become the old ones."""
+    In `new` the weights of these blocks become the `old` ones, and their moments 0, so that nothing infinite is encoded.
+    """
     num = 0
     for b in range(begin // block, (begin + count - 1) // block + 1):
         start, stop = codec.place_of(b, block, begin, count)
@@ -438,7 +469,7 @@ def skip_blocks(begin, block, old, new, count, lost, skipped):
 
 @inner
 def half_step(p, scale, min_exponent, mantissa_bits):
-    """Return half the distance between the format's neighbouring values at `p`; `scale` is that of the block (1 without blocks)."""
+    """Return half the distance between neighbouring values of a format at the weight `p`; `scale` is its block's, or 1."""
     inverse = F(F(1) / scale)
     y = F(p * (inverse if inverse < INF else ZERO))
     least = S(S(min_exponent + 127) << S(23))
@@ -448,7 +479,10 @@ def half_step(p, scale, min_exponent, mantissa_bits):
 
 @inner
 def count_changes(n, mantissa_bits, begin, first_number, block, p, new_p, stored, old, skipped, counters):
-    """Add the sampled blocks of a tile to the counters of diagnostics: how many weights changed, before and after rounding."""
+    """Count for diagnostics how many weights of a tile's sampled blocks changed, before and after rounding.
+
+    `p` are the old weights, `new_p` the new ones before rounding, `stored` after it; `counters` are described in `reference.py`.
+    """
     first = begin // n.block if n.block else 0
     for b in range(begin // block, (begin + len(p) - 1) // block + 1):
         start, stop = codec.place_of(b, block, begin, len(p))
@@ -489,13 +523,16 @@ def new_scratch():
 
 
 def _entries(codec_version: int) -> tuple[Any, Any]:
-    """Return the compiled functions `update` and `fold`.
+    """Return `update` and `fold`, the two functions that callers use, as functions that numba compiles.
 
-    numba keeps compiled code by the source of this file and by `codec_version`, a number of the source of the codec's loops.
+    numba keeps compiled code on disk. Its key is the source of this file and `codec_version`, a checksum of `codec/loops.py`'s source.
     """
 
     def update(numbers, records, residue, shape, k0, k1, rule, h, counters):
-        """Update one parameter and its state in place, tile by tile."""
+        """Update one parameter and its state in place, tile by tile: read, apply the rule, encode, store, and count changes.
+
+        `numbers` and `records` describe weight, two moments and gradient; `residue` may be empty; k0 and k1 are keys of the random bits.
+        """
         assert codec_version >= 0
         slots = (
             EntrySlot(parts_of(records[0]), numbers[0], tables_of(records[0]), records[0]),
@@ -542,7 +579,7 @@ def _entries(codec_version: int) -> tuple[Any, Any]:
                     count_changes(weight.numbers, mantissa_bits, begin, first_number, block, p, new_p, t, before, skipped, counters)
 
     def fold(numbers, records, shape, k0, k1, grad, dtype, weight, is_first):
-        """Add a gradient to a packed sum, as `reference.fold` defines."""
+        """Add the gradient in the memory `grad`, times `weight`, to a packed sum; if `is_first`, replace the sum by it."""
         assert codec_version >= 0
         slot = EntrySlot(parts_of(records[0]), numbers[0], tables_of(records[0]), records[0])
         cols, call = shape.cols, codec.Call(1, 1, FLOAT32, F(1), k0, k1, shape.first_index)

@@ -1,4 +1,4 @@
-"""Updates and folds on the CPU: in loops that numba compiles (`loops.py`), or `reference.py` where numba is missing or `covers` says no.
+"""`Updater` updates a parameter, and `fold` adds a gradient to a packed sum, by compiled loops or else `reference.py`.
 
 updater = Updater(RULES["adamw"], unit)
 updater.update(hyper, step, seed=0, gradient=None)
@@ -29,23 +29,23 @@ from paredown.optim.rules import Rule
 COMPILED_RULES = ("sgd", "sgdm", "nesterov", "adamw", "lion")  # as loops.py counts them
 LONGEST_TILE = 2048  # values, as in `codec/loops.py`
 WHOLE_BYTES = 8  # values of any width that end on a byte
-MULTIPLIERS = (1, *MOMENT_BITS, 1)  # of the random bits of weight, moments and gradient
-WEIGHT, GRADIENT = 0, 3  # places of slots; between them the moments
+MULTIPLIERS = (1, *MOMENT_BITS, 1)  # factors of the random bits of weight, moments and gradient
+WEIGHT, GRADIENT = 0, 3  # indices of a parameter's tensors; between them are the moments
 
 
 @lru_cache(maxsize=1024)
 def covers(layout: UpdateLayout, cols: int) -> bool:
-    """Return whether `loops.py` can update parameters of this layout with `cols` columns.
+    """Return whether `loops.py` can update parameters of this layout (rule and formats) with `cols` columns.
 
-    They do not cover rules of whole matrices, formats with one scale for the whole tensor, and blocks that are longer than a tile (the
-    values that a loop decodes at once).
+    The loops do not cover Muon's rule, formats with one scale for the whole tensor, or blocks that are longer than a tile (the values that
+    a loop decodes at once).
     """
     has_tensor_scale = any(format.has_tensor_scale for format in _formats(layout))
     return layout.rule in COMPILED_RULES and not has_tensor_scale and min(_unit_len(layout), cols) <= LONGEST_TILE
 
 
 class Updater:
-    """The update of one parameter in loops that numba compiles; the addresses of its tensors are looked up once."""
+    """The repeated update of one parameter by loops that numba compiles; addresses of its tensors are looked up only once."""
 
     def __init__(self, rule: Rule, unit: UpdateUnit) -> None:
         self.rule, self.unit, self.layout = rule, unit, unit.how(rule.name)
@@ -54,7 +54,8 @@ class Updater:
     def update(self, hyper: Sequence[float], step: int, seed: int, gradient: Tensor | None = None) -> None:
         """Update the parameter and its state in place; `step` counts from 1.
 
-        `gradient`: a plain gradient in new memory; None if the unit's gradient is used."""
+        `gradient`: an unpacked gradient to use instead of the one in `unit`; None for that one.
+        """
         unit = self.unit
         if not covers(self.layout, unit.cols) or codec.find_loops(unit.weight.codes) is None:
             reference.update(self.rule, unit if gradient is None else with_gradient(unit, gradient), hyper, step, seed)
@@ -73,7 +74,7 @@ class Updater:
 
 
 def with_gradient(unit: UpdateUnit, grad: Tensor) -> UpdateUnit:
-    """Return `unit`, the tensors of a parameter's update, with `grad` as its plain gradient."""
+    """Return `unit`, the tensors of one parameter's update, with `grad`, an unpacked gradient, in place of its gradient."""
     return replace(unit, gradient=UpdateSlot(None, unit.gradient.rounding, PackedParts(grad.detach().view(unit.rows, unit.cols))))
 
 
@@ -82,12 +83,12 @@ def _formats(layout: UpdateLayout) -> list[Format]:
 
 
 def _unit_len(layout: UpdateLayout) -> int:
-    """Return the smallest number of values that consists of whole blocks and whole bytes in every slot."""
+    """Return the smallest number of values after which, in every tensor of the update, both a block and a byte end."""
     return lcm(WHOLE_BYTES, layout.block, *(format.block for format in _formats(layout) if format.block))
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add `grad` to a packed sum of gradients in place, as `how` says, in compiled loops if they support the format."""
+    """Add `grad` to a packed sum of gradients in place, weighted and rounded as `how` says, by compiled loops if possible."""
     rows, cols = packed.format.rows_and_cols(packed.shape)
     unit_len = lcm(WHOLE_BYTES, packed.format.block or 1)
     fits = min(unit_len, cols) <= LONGEST_TILE and not packed.format.has_tensor_scale and grad.dtype in DTYPES
@@ -106,7 +107,7 @@ def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
 
 
 def _memory(unit: UpdateUnit, layout: UpdateLayout) -> Any:
-    """Return the arguments of `loops.update` that do not change from step to step, such as addresses."""
+    """Return the arguments of `loops.update` that are the same in each step: encodings, addresses, sizes and counters."""
     from paredown.optim.cpu import loops
 
     num_moments = len(unit.moments)
@@ -125,16 +126,19 @@ def _memory(unit: UpdateUnit, layout: UpdateLayout) -> Any:
 
 
 def _tiles(rows: int, cols: int, unit_len: int) -> tuple[int, int, int]:
-    """Return rows, columns and tile length (values decoded at once) for a (rows, cols) tensor, as one row if tiles allow it."""
+    """Return (rows, columns, values per tile) by which loops read a (rows, cols) tensor, as one long row if possible.
+
+    `unit_len`: a number of values after which a block and a byte end; tiles have a multiple of it.
+    """
     if cols % unit_len == 0:
         rows, cols = 1, rows * cols
     return rows, cols, min(max(LONGEST_TILE // unit_len, 1) * unit_len, cols)
 
 
 def _slot(slot: UpdateSlot, overflow: Overflow, rule: str, *, integers: int, multiplier: int) -> tuple[Any, Any]:
-    """Return how a slot is encoded, and its record of `loops.SLOT`, of which `integers` and `multiplier` are fields.
+    """Return how loops read and write a tensor: its encoding as numbers, and a record of dtype `loops.SLOT`.
 
-    `_encoding` holds the tables to whose addresses the record refers.
+    `integers`: how integer codes are rounded, CODES (by the codec) or WHOLE. `multiplier`: the factor of the tensor's random bits.
     """
     from paredown.optim.cpu import loops
 
@@ -147,15 +151,15 @@ def _slot(slot: UpdateSlot, overflow: Overflow, rule: str, *, integers: int, mul
 
 @cache
 def _encoding(format: Format, rounding: Rounding, overflow: Overflow, rule: str) -> tuple[Any, Any, list[int]]:
-    """Return the numbers that describe this encoding to compiled loops, its tables, and the tables' addresses and lengths."""
+    """Return an encoding as loops read it: its numbers, tables of code values, and the tables' addresses and lengths."""
     numbers, tables = numbers_of(format, rounding, overflow, rule)
     return numbers, tables, [number for table in tables for number in (table.ctypes.data, len(table))]
 
 
 def _where(tensor: Tensor | None) -> tuple[int, int]:
-    """Return the address and the bytes of a contiguous tensor; (0, 0) for None.
+    """Return the address and the bytes of a contiguous tensor; (0, 0) for None, and for a tensor on the meta device.
 
-    A plain gradient has no address here, because it is a new tensor in every step.
+    Such a tensor stands for an unpacked gradient, which has other memory in every step.
     """
     if tensor is None or tensor.is_meta:
         return 0, 0

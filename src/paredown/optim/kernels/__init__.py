@@ -1,4 +1,4 @@
-"""Updates and folding as Triton kernels, the same bits as `optim/reference.py`. Importing this needs Triton: `batched_update.py` checks."""
+"""Optimizer updates and gradient sums as Triton kernels, which `batched_update.py` imports if Triton is installed."""
 
 from paredown.optim.kernels.launch import LaunchGroup, covers, covers_format, covers_squares, fold, square_sums, update_one
 

@@ -1,4 +1,4 @@
-"""Device functions of the rules: roots, reciprocals, and one update of a number. `rules.py` defines them; values to values, no memory.
+"""Device functions update numbers by the rules of `rules.py`, and load and store the values of a tile.
 
 A root and a reciprocal are approximated by the special function unit and corrected by one step of Newton's method whose residual is exact,
 which rounds correctly within the checked range; the root and the division of the compiler also branch for values outside of it.
@@ -37,7 +37,7 @@ USES_PTX = tl.constexpr(not INTERPRETED.value)
 
 @triton.jit
 def fused(a, b, c):
-    """Return a * b + c, rounded once. The interpreter does not fuse: see `rules.fused`."""
+    """Return a * b + c, rounded once; Triton's interpreter has no such operation, so its result is computed in float64."""
     if USES_PTX:
         return tl.fma(a, b, c)
     else:
@@ -79,28 +79,28 @@ def reciprocal(x):
 
 @triton.jit
 def companded(r):
-    """Return about the square root of r > 0, the root of a second moment; it is stored where the moment has few bits."""
+    """Return about the square root of r > 0, the root of a second moment, so that it can be stored in 4 bits."""
     return as_float((as_bits(r) >> 1) + HALF_BITS)
 
 
 @triton.jit
 def expanded(y):
-    """Return the root of a second moment from the number that `companded` stored for it."""
+    """Return the root of a second moment, given the number `y` that `companded` returned for it."""
     return as_float(tl.maximum(as_bits(y) - HALF_BITS, 0) << 1)
 
 
 @triton.jit
 def momentum_step(p, g, m, h):
-    """Return (d, m'): the gradient with weight decay, and the new momentum of SGD; `h`: its hyperparameters."""
+    """Return (d, m'): d is gradient `g` plus weight decay, m' SGD's new momentum; `h` has the hyperparameters."""
     d = fused(h[4], p, g)
     return d, fused(h[2], m, h[3] * d)
 
 
 @triton.jit
 def apply_rule(p, g, m, v, h, RULE: tl.constexpr):
-    """Return (p', m', v', root(v')): the parameter and moments after one update by the rule RULE.
+    """Return (p', m', v', root(v')): parameter, moments and the second one's root after an update by the rule number RULE.
 
-    Moments that the rule does not have stay unchanged. h: the hyperparameters except the factor of the gradient.
+    Moments that the rule does not have stay unchanged. `h` has the rule's hyperparameters except the factor of the gradient.
     """
     r = v
     if RULE == SGD:
@@ -137,9 +137,9 @@ PLACE_3 = tl.constexpr(0x60BDADCF)
 
 @triton.jit
 def block_starts(at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Return the offset of each block of a tile, (NB,), and how many entries its row has from there on.
+    """Return for each block of a tile where its first entry is, and how many entries its row has from there on.
 
-    An entry is a place in memory with VALUES values: 2 for 4-bit codes, else 1.
+    An entry is a place in memory with VALUES values: 2 for 4-bit codes, else 1. `at` has the tile's number and the tensor's sizes.
     """
     b = at[0] * TILE[1] + tl.arange(0, TILE[1])
     row = b // at[2]
@@ -150,9 +150,9 @@ def block_starts(at, VALUES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def places(at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Return the offsets of the entries (VALUES values each) of a tile, (NB, BLOCK / VALUES), and a mask of those inside the tensor.
+    """Return the offset of each entry of a tile, (blocks, entries), and a mask of the entries inside of the tensor.
 
-    Offsets count from the tile's start if the tile is a RUN, else from the tensor's.
+    An entry has VALUES values. Offsets count from the tile's start if it is a RUN (contiguous memory), else from the tensor's.
     """
     width = tl.arange(0, TILE[2] // VALUES)[None, :]
     if TILE[0] == RUN:
@@ -169,13 +169,16 @@ def places(at, VALUES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def run_start(at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Return the offset to add to those that `places` returns: where the tile starts if it is a RUN, else 0."""
+    """Return what must be added to the offsets from `places`: a tile's start if the tile is contiguous (a RUN), else 0."""
     return at[0] * (TILE[1] * TILE[2] // VALUES) if TILE[0] == RUN else tl.zeros_like(at[0])
 
 
 @triton.jit
 def load_2d(ptr, at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Return a tile's entries, (NB, BLOCK / VALUES), of the tensor at `ptr`, with 0 outside of the tensor."""
+    """Return the entries of a tile as (blocks, entries), read from the tensor at `ptr`, and 0 for those outside of the tensor.
+
+    An entry has VALUES values: 2 for 4-bit codes, else 1. `at` has the tile's number and the tensor's sizes.
+    """
     offsets, inside = places(at, VALUES, TILE)
     ptr = ptr + run_start(at, VALUES, TILE)
     if TILE[0] == RUN:
@@ -186,7 +189,7 @@ def load_2d(ptr, at, VALUES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def store_2d(ptr, x, broken, at, VALUES: tl.constexpr, TILE: tl.constexpr):
-    """Store a tile's entries `x` in the tensor at `ptr`, except for blocks marked in `broken`, (NB,)."""
+    """Store `x`, the entries of a tile as (blocks, entries), in the tensor at `ptr`, except for blocks that `broken` marks."""
     offsets, inside = places(at, VALUES, TILE)
     ptr = ptr + run_start(at, VALUES, TILE)
     keep = tl.broadcast_to((~broken)[:, None], (TILE[1], TILE[2] // VALUES))
@@ -195,7 +198,7 @@ def store_2d(ptr, x, broken, at, VALUES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def load_scales(ptr, at, SCALE: tl.constexpr, TILE: tl.constexpr):
-    """Return the stored scales of a tile's blocks, (NB,), as int32: float32 bits, bf16 bits, or codes."""
+    """Return the stored scales of a tile's blocks as int32: float32 bits, bf16 bits, or codes of e8m0, as SCALE says."""
     if SCALE == BF16:
         ptr = ptr.to(tl.pointer_type(tl.uint16))
     elif SCALE != E8M0:
@@ -209,7 +212,7 @@ def load_scales(ptr, at, SCALE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def store_scales(ptr, stored, broken, at, SCALE: tl.constexpr, TILE: tl.constexpr):
-    """Store the scales of a tile's blocks, except for those marked in `broken`, (NB,)."""
+    """Store the scales of a tile's blocks, as `load_scales` returns them, except for blocks that the mask `broken` marks."""
     b = at[0] * TILE[1] + tl.arange(0, TILE[1])
     keep = ~broken if TILE[0] == RUN else ~broken & (b < at[3])
     if SCALE == BF16:
@@ -222,16 +225,16 @@ def store_scales(ptr, stored, broken, at, SCALE: tl.constexpr, TILE: tl.constexp
 
 @triton.jit
 def high_key(index):
-    """Return the change of the second key of the random bits for element indices of 2^32 and more; 0 for smaller ones."""
+    """Return the number that changes the random bits' second key for element indices from 2^32 on; 0 for smaller ones."""
     high = (index >> 32).to(tl.uint32) * HIGH_INDEX
     return (high ^ (high >> 15)) * MULTIPLIER_2
 
 
 @triton.jit
 def random_2d(first_index, k0, k1, at, TILE: tl.constexpr):
-    """Return the random bits that the codec uses for the values of a tile.
+    """Return the random bits that the codec draws for the values of a tile, from the keys k0 and k1.
 
-    A RUN lies within one multiple of 2^32 (see `launch.py`), a block may pass into the next.
+    `first_index`: the index of the tensor's first value. In a contiguous tile (RUN) all indices have the same upper 32 bits.
     """
     if TILE[0] == RUN:
         offsets, _ = places(at, 1, TILE)
@@ -249,15 +252,18 @@ def random_2d(first_index, k0, k1, at, TILE: tl.constexpr):
 
 @triton.jit
 def place_multiplier(place):
-    """Return the factor that turns the hash that four adjacent values share into the random bits of the value at `place` (0 to 3)."""
+    """Return the odd factor that turns the hash which four adjacent values share into the random bits of value `place`.
+
+    `place` is 0 to 3.
+    """
     return tl.where(place == 0, 1, tl.where(place == 1, PLACE_1, tl.where(place == 2, PLACE_2, PLACE_3))).to(tl.uint32)
 
 
 @triton.jit
 def update_bits(first_index, k0, k1, at, TILE: tl.constexpr):
-    """Return the random bits that an update uses for the values of a tile.
+    """Return the random bits that an optimizer update draws for the values of a tile, from the keys k0 and k1.
 
-    Except in RAGGED tiles blocks start at a multiple of 4, and four values of a thread share one hash.
+    `first_index`: the index of the tensor's first value. Four adjacent values share one hash.
     """
     if TILE[0] == RUN:
         offsets, _ = places(at, 1, TILE)

@@ -1,6 +1,6 @@
-"""The host's side of the kernels: what they cover, the constants they are compiled with, the table of tensors, and the launches.
+"""Host functions prepare and launch the kernels that update parameters and add up gradients.
 
-Sums of squares of many packed tensors, in two launches whatever their number: one number for each tile, then one for each tensor.
+Sums of squares of many packed tensors take two launches whatever their number: one number for each tile, then one for each tensor.
 
     tile      squares[i] = sum over its values of (code value * scale)^2
     tensor    sum of its tiles, in their order: the same bits every time, which atomic additions would not give
@@ -42,14 +42,14 @@ RULE_NUMBERS = {
 }
 STORAGES = {torch.float32: slots.PLAIN_FP32.value, torch.bfloat16: slots.PLAIN_BF16.value, torch.float16: slots.PLAIN_FP16.value}
 COLUMNS = update.COLUMNS.value
-NUM_HYPERS = 12  # of a row: at most 9 numbers, padded to a multiple of 16 bytes
+NUM_HYPERS = 12  # numbers in a row: at most 9, padded to a multiple of 16 bytes
 TILE, RAGGED_TILE = 2048, 1024  # values; 16 and 8 for each thread
 WARPS = 4
 MAX_REGISTERS = 96  # allows 20 warps at a time, whose loads and arithmetic overlap
 RUN, EVEN, RAGGED = arithmetic.RUN.value, arithmetic.EVEN.value, arithmetic.RAGGED.value
 MOST_TURNS = 8  # tiles per program: looking up its tensor takes 200 operations, too many for 16 values per thread
-PROGRAMS = 4096  # at least, before a program takes several tiles: some for each multiprocessor
-MOST_BLOCKS = 64  # of a tile: as many as are sampled together
+PROGRAMS = 4096  # some for each multiprocessor: with fewer programs, each takes one tile
+MOST_BLOCKS = 64  # in a tile: as many as are sampled together
 ABSENT = ((slots.ABSENT.value, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0), (0,) * 11)
 
 
@@ -58,7 +58,7 @@ ABSENT = ((slots.ABSENT.value, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0), (0,) * 11)
 
 @cache
 def covers(how: UpdateLayout) -> bool:
-    """Return whether a kernel can update parameters stored as `how` says: 4 or 8 bits in blocks of one length, or plain tensors."""
+    """Return whether kernels can do this update: not Muon's; tensors must be unpacked, or in 4 or 8 bits with equal blocks."""
     kinds = (how.weight, *how.moments, how.gradient)
     return (
         how.rule in RULE_NUMBERS
@@ -77,7 +77,7 @@ def _covers_kind(kind: SlotKind, block: int) -> bool:
 
 @cache
 def covers_format(format: Format) -> bool:
-    """Return whether the update and fold kernels can read and write this format."""
+    """Return whether the kernels that update parameters and sum gradients can read and write this format."""
     element = format.element
     return (
         format.block is not None
@@ -92,7 +92,10 @@ def covers_format(format: Format) -> bool:
 
 @cache
 def slot_constants(kind: SlotKind, is_weight: bool, has_residue: bool) -> tuple[Any, Any]:
-    """Return the compile-time constants (SLOT, ELEMENT) of a slot, as `slots.py` documents them."""
+    """Return the compile-time constants (SLOT, ELEMENT) with which kernels read and write a tensor stored as `kind` says.
+
+    `slots.py` lists them. `is_weight`: it is a weight, not a moment or gradient; `has_residue`: a weight with an int8 residue.
+    """
     stored = kind.stored
     element = stored.element
     is_sticky = is_weight and stored.scale is not None and stored.scale.name == "e8m0"
@@ -106,7 +109,7 @@ def slot_constants(kind: SlotKind, is_weight: bool, has_residue: bool) -> tuple[
 
 @cache
 def constants_of(how: UpdateLayout) -> dict[str, Any]:
-    """Return the compile-time constants of the update kernel for this layout, except those of the tile."""
+    """Return the compile-time constants of `update_kernel` for tensors stored as `how` says, except the constant TILE."""
     (w, we), (g, ge) = slot_constants(how.weight, True, how.has_residue), slot_constants(how.gradient, False, False)
     moments = [slot_constants(kind, False, False) for kind in how.moments]
     (m, me), (v, ve) = [*moments, ABSENT, ABSENT][:2]
@@ -117,27 +120,27 @@ def constants_of(how: UpdateLayout) -> dict[str, Any]:
 
 
 class UpdateTiles(NamedTuple):
-    """The numbers of tiles of a tensor: first `full` tiles that are contiguous in memory, then `others` of the shape EVEN or RAGGED."""
+    """How many tiles a tensor has: first `full` ones, contiguous in memory, then `others`, with the shape EVEN or RAGGED."""
 
     full: int
     others: int
     shape: int
-    first_other: int  # the number of the first of these, in tiles of their size
+    first_other: int  # the number of the first of `others`, counted in tiles of their size
     blocks_per_row: int
     num_blocks: int
 
 
 @cache
 def tile_blocks(shape: int, block: int) -> int:
-    """Return the number of blocks of length `block` in a tile of this shape (RUN, EVEN or RAGGED)."""
+    """Return how many blocks of length `block` a tile has, given its `shape`: RUN (contiguous), EVEN or RAGGED."""
     return min((RAGGED_TILE if shape == RAGGED else TILE) // block, MOST_BLOCKS)
 
 
 @lru_cache(maxsize=4096)
 def tiles_of(rows: int, cols: int, first_index: int, block: int) -> UpdateTiles:
-    """Return the tiles into which a tensor of (rows, cols) values is divided.
+    """Return the tiles (values that a program loads together) into which kernels divide a tensor of (rows, cols) values.
 
-    Where indices could pass 2^32 within a tile, or start within four values, none is a run.
+    A tile is contiguous (a RUN) only if no index passes 2^32 within it, and if `first_index` is a multiple of 4.
     """
     is_even = first_index % 4 == 0
     blocks_per_row, shape = -(-cols // block), EVEN if cols % 16 == 0 and is_even else RAGGED
@@ -153,7 +156,7 @@ def tiles_of(rows: int, cols: int, first_index: int, block: int) -> UpdateTiles:
 
 
 class LaunchGroup:
-    """Parameters on one device with the same formats, which are updated by a few kernel launches together."""
+    """Parameters on one device that are stored alike, with the tables by which a few kernel launches update them together."""
 
     def __init__(self, rule: Rule, units: Sequence[UpdateUnit], seed: int) -> None:
         self.rule, self.units, self.how = rule, list(units), units[0].how(rule.name)
@@ -174,7 +177,10 @@ class LaunchGroup:
         self._set_addresses(np.array([_addresses(u.gradient) for u in units], np.int64))
 
     def _row(self, unit: UpdateUnit, tiles: UpdateTiles, seed: int, first: list[int]) -> list[int]:
-        """Return the row of one parameter in the table that the kernel reads; `first`: its first program for each shape of tiles."""
+        """Return a parameter's row in the table that the kernel reads: addresses, sizes, and keys of the random bits.
+
+        `first`: for each shape of tiles (RUN, EVEN, RAGGED), the number of the parameter's first program (thread block).
+        """
         m, v = [*unit.moments, None, None][:2]
         pointers = [*_addresses(unit.weight), _addresses(unit.residue)[0], *_addresses(m), *_addresses(v)]
         for address in pointers:
@@ -186,13 +192,13 @@ class LaunchGroup:
         return [*pointers, *others, *sizes, *Seed(seed, 8 * unit.tensor_id).base_keys(), tiles.full]
 
     def _owners_of(self, shape: int) -> Tensor:
-        """Return the index of the parameter that each program (thread block) works on, in the launch for tiles of this shape."""
+        """Return which parameter each program (thread block) updates, by index, in the launch with tiles of this `shape`."""
         runs = [-(-tiles.full // self._turns) for tiles in self._tiles]
         counts = runs if shape == RUN else [tiles.others if shape == tiles.shape else 0 for tiles in self._tiles]
         return torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts)).to(self.device)
 
     def set_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Use other plain gradients, of the same dtype and size, from now on."""
+        """Read these unpacked gradients in the next updates; each must have the dtype and size of the one that it replaces."""
         addresses = np.zeros((len(gradients), 2), np.int64)
         addresses[:, 0] = [grad.data_ptr() for grad in gradients]
         self._set_addresses(addresses)
@@ -208,7 +214,8 @@ class LaunchGroup:
     def update(self, hypers: Sequence[Sequence[float]], rows: Sequence[int] | int, steps: Sequence[int] | int) -> None:
         """Update all parameters of the group once.
 
-        Parameter i has the hyperparameters hypers[rows[i]] and is at step steps[i] (from 1); an int applies to all."""
+        Parameter i gets the hyperparameters hypers[rows[i]] and is at step steps[i], from 1; one number for `rows` or `steps` is for all.
+        """
         alike = isinstance(rows, int) and isinstance(steps, int)
         count = 1 if alike else len(self.units)
         numbers = np.zeros((len(hypers), NUM_HYPERS), np.float32)
@@ -228,7 +235,10 @@ class LaunchGroup:
 
 @lru_cache(maxsize=1024)
 def _launches(how: UpdateLayout, has_factor: bool, is_aligned: bool, counts: tuple[int, ...]) -> list[Launch | None]:
-    """Return the launches of `update_kernel` for tiles of the shapes RUN, EVEN and RAGGED, given their programs; None for 0 programs."""
+    """Return a launch of `update_kernel` for each shape of tiles (RUN, EVEN, RAGGED), or None if there is no such tile.
+
+    `counts`: programs of each. `has_factor`: a tensor multiplies gradients. `is_aligned`: all addresses are multiples of 16.
+    """
     constants = {**constants_of(how), "HAS_FACTOR": has_factor, "ALIGNED": is_aligned, "NUM_HYPERS": NUM_HYPERS}
     return [
         Launch(update.update_kernel, count, (), {**constants, "TILE": tile_constant(shape, how.block)}) if count else None
@@ -237,7 +247,7 @@ def _launches(how: UpdateLayout, has_factor: bool, is_aligned: bool, counts: tup
 
 
 def tile_constant(shape: int, block: int) -> tuple[int, int, int]:
-    """Return the compile-time constant TILE, (shape, number of blocks, block length), for a shape of tiles."""
+    """Return the constant TILE of kernels, (shape, blocks in a tile, block length); `shape` is RUN, EVEN or RAGGED."""
     return shape, tile_blocks(shape, block), block
 
 
@@ -252,7 +262,10 @@ def _addresses(slot: UpdateSlot | None) -> tuple[int, int]:
 
 
 def update_one(unit: UpdateUnit, how: UpdateLayout, hyper: Sequence[float], step: int, seed: int, gradient: Tensor | None) -> None:
-    """Update one parameter and its state in place; `gradient`, if not None, replaces the unit's plain gradient."""
+    """Update one parameter and its state in place; `gradient`, if not None, is used instead of the one in `unit`.
+
+    `how`: how the tensors are stored. `hyper`: the rule's hyperparameters. `step` counts from 1. `seed`: of stochastic rounding.
+    """
     w, g = unit.weight.parts, unit.gradient.parts
     pointers: list[Tensor | None] = [w.codes, w.scales, None if unit.residue is None else unit.residue.codes]
     for moment in unit.moments:
@@ -273,7 +286,7 @@ def _launches_of_one(how: UpdateLayout, rows: int, cols: int, first_index: int, 
 
 
 def _both(kernel: Any, tiles: UpdateTiles, cols: int, block: int, constants: dict[str, Any]) -> list[Launch]:
-    """Return the launches of `kernel` for one tensor: one for its full tiles, one for the rest."""
+    """Return the launches of `kernel` for one tensor: one for its full tiles and one for its other tiles."""
     sizes = (cols, tiles.blocks_per_row, tiles.num_blocks)
     parts = ((tiles.full, 0, RUN), (tiles.others, tiles.first_other, tiles.shape))
     return [
@@ -284,7 +297,7 @@ def _both(kernel: Any, tiles: UpdateTiles, cols: int, block: int, constants: dic
 
 
 def fold(packed: PackedTensor, grad: Tensor, how: Fold) -> None:
-    """Add a contiguous gradient to a packed sum of gradients in place, as `how` says."""
+    """Add `grad`, which must be contiguous, to a packed sum of gradients in place, weighted and rounded as `how` says."""
     k0, k1 = map(signed, how.seed.keys())
     has_factor = how.factor is not None and not how.is_first
     arguments = (packed.codes, packed.scales, grad, how.factor if has_factor else packed.codes)
@@ -319,7 +332,7 @@ def squares_kernel(
     owners_ptr, table_ptr, squares_ptr, ELEMENT: tl.constexpr, BLOCK_LEN: tl.constexpr, SCALE: tl.constexpr, COLS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store the sum of squares of one tile: [ c0 c1 c2 c3 | c4 c5 c6 c7 ] with scales [ s0 | s1 ] gives (c0 s0)^2 + ... + (c7 s1)^2."""
+    """Store a tile's sum of squares: for codes [ c0 c1 | c2 c3 ] and scales [ s0 | s1 ] it is (c0 s0)^2 + ... + (c3 s1)^2."""
     pid = tl.program_id(0)
     row = table_ptr + tl.load(owners_ptr + pid) * COLS
     numel = tl.load(row + 2)
@@ -343,7 +356,7 @@ def squares_kernel(
 
 @triton.jit
 def totals_kernel(squares_ptr, ends_ptr, totals_ptr, CHUNK: tl.constexpr):
-    """Store the sum of squares of each tensor i, added up over its tiles ends[i] to ends[i + 1]."""
+    """Store the sum of squares of one tensor: tensor i has the tiles ends[i] to ends[i + 1], whose sums are at `squares_ptr`."""
     tensor = tl.program_id(0)
     start, end = tl.load(ends_ptr + tensor), tl.load(ends_ptr + tensor + 1)
     total = tl.zeros((CHUNK,), tl.float32)
@@ -356,7 +369,7 @@ def totals_kernel(squares_ptr, ends_ptr, totals_ptr, CHUNK: tl.constexpr):
 
 @cache
 def covers_squares(format: Format, shape: torch.Size) -> bool:
-    """Return whether a tensor of this shape and format is one long row of blocks, whose squares a kernel can add up."""
+    """Return whether a kernel can sum the squares of such a tensor, which must be one row, or have rows that end with a block."""
     rows, cols = format.rows_and_cols(shape)
     block = format.block or 0
     return (
@@ -371,7 +384,7 @@ def covers_squares(format: Format, shape: torch.Size) -> bool:
 
 
 def square_sums(tensors: Sequence[PackedTensor]) -> Tensor:
-    """Return the sum of squares of each tensor in float32; all tensors have the same format and device."""
+    """Return the sum of squares of each tensor in float32; all tensors must have the same format and device."""
     format, device = tensors[0].format, tensors[0].device
     counts = [-(-t.shape.numel() // SQUARES_TILE) for t in tensors]
     ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

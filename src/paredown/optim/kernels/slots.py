@@ -1,6 +1,6 @@
-"""Device functions for the slots of a tile (`arithmetic.py`): load as float32 (NB, BLOCK), encode and store.
+"""Device functions load, encode and store a tile of a slot, which is a weight, moment or gradient.
 
-SLOT is a compile-time tuple, made in `launch.py`, and ELEMENT is that of `codec/kernels/numbers.py`:
+Loaded tiles are float32 (NB, BLOCK). SLOT is a compile-time tuple, made in `launch.py`; ELEMENT is that of `codec/kernels/numbers.py`:
 
     0 storage  1 rounding  2 roots  3 scale  4 is_sticky  5 max_value  6 half of a step in a binade of 1  7 0.2 max_value  8 1 / max_value
 """
@@ -44,7 +44,10 @@ SMALLEST_STICKY_CODE = tl.constexpr(27)
 
 @triton.jit
 def shifted_bytes(packed, FLIP: tl.constexpr):
-    """Return 2^15 + (byte ^ FLIP) as float32 for each byte of `packed`, without a conversion from integers."""
+    """Return 2^15 + (byte ^ FLIP) as float32 for each byte of `packed`, by writing bytes into the bits of floats.
+
+    FLIP is the sign bit of signed codes, so that subtracting 2^15 + FLIP gives their values, and 0 for unsigned codes.
+    """
     if USES_PTX:
         bits = tl.inline_asm_elementwise(
             f"""{{ .reg .b32 t; xor.b32 t, $4, {FLIP * 0x01010101}; prmt.b32 $0, t, 0x47000000, 0x7404;
@@ -58,7 +61,7 @@ def shifted_bytes(packed, FLIP: tl.constexpr):
 
 @triton.jit
 def shifted_halves(packed, FLIP: tl.constexpr):
-    """Return the lower and the upper 4 bits of each byte as float32, shifted as `shifted_bytes` shifts whole bytes."""
+    """Return what `shifted_bytes` returns, for the lower and for the upper 4 bits of each byte: two tensors of float32."""
     if USES_PTX:
         low, high = tl.inline_asm_elementwise(
             f"""{{ .reg .b32 s, t; xor.b32 t, $8, {FLIP * 0x11111111}; shr.b32 s, t, 4; and.b32 t, t, 0x0F0F0F0F; and.b32 s, s, 0x0F0F0F0F;
@@ -77,7 +80,7 @@ def shifted_halves(packed, FLIP: tl.constexpr):
 
 @triton.jit
 def load_blocks(codes_ptr, scale, at, IS_SHORT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr):
-    """Return the decoded values of a tile in blocks, code value * scale, (NB, BLOCK).
+    """Return the decoded values of a tile, code value * scale, as float32 (blocks, values of a block).
 
     IS_SHORT: the scale has at most 8 significant bits, so that one fused operation is exact.
     """
@@ -105,7 +108,10 @@ def load_blocks(codes_ptr, scale, at, IS_SHORT: tl.constexpr, ELEMENT: tl.conste
 def load_slot(
     codes_ptr, scales_ptr, factor, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_FACTOR: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the float32 values of a slot's tile, (NB, BLOCK), times `factor`."""
+    """Return the values of a tile of a weight, moment or gradient, decoded, times `factor` if HAS_FACTOR, as float32.
+
+    The result is (blocks, values of a block). SLOT and ELEMENT are constants that tell how the tensor is stored.
+    """
     if SLOT[0] == BLOCKS:
         scale = load_scale(load_scales(scales_ptr, at, SLOT[3], TILE), SLOT[3])
         if HAS_FACTOR:
@@ -125,7 +131,7 @@ def load_slot(
 
 @triton.jit
 def load_plain(ptr, at, STORAGE: tl.constexpr, TILE: tl.constexpr):
-    """Return one tile of an unpacked tensor as float32, (NB, BLOCK).
+    """Return the values of a tile of an unpacked tensor as float32, (blocks, values of a block).
 
     bf16 is loaded as int16, since a cast is wrong in Triton's interpreter below 2^-126.
     """
@@ -143,7 +149,7 @@ def load_plain(ptr, at, STORAGE: tl.constexpr, TILE: tl.constexpr):
 def load_weight(
     codes_ptr, scales_ptr, residue_ptr, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_RESIDUE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return the float32 values of a weight's tile, which are 24-bit floats if the weight has a residue."""
+    """Return the values of a tile of a weight as float32; if HAS_RESIDUE, with 8 more bits each from `residue_ptr`."""
     p = load_slot(codes_ptr, scales_ptr, 1.0, at, SLOT, ELEMENT, False, TILE)
     if HAS_RESIDUE:
         low = load_2d(residue_ptr.to(tl.pointer_type(tl.int8)), at, 1, TILE)
@@ -156,13 +162,13 @@ def load_weight(
 
 @triton.jit
 def largest_of(x):
-    """Return the largest magnitude of each block; NaN if the block has a NaN."""
+    """Return the largest magnitude of each block, a row of `x`; NaN if the block has a NaN."""
     return tl.reduce(tl.abs(x), 1, nan_max)
 
 
 @triton.jit
 def over_max_value(largest, SLOT: tl.constexpr):
-    """Return largest / max_value of the slot's format, correctly rounded from 2^-126 on, and rounded down below."""
+    """Return largest / max_value of the format that SLOT describes, correctly rounded, but rounded down below 2^-126."""
     if INTERPRETED or (SLOT[3] == E8M0 and not SLOT[4]):
         return tl.div_rn(largest, tl.zeros_like(largest) + SLOT[5])
     else:
@@ -172,13 +178,13 @@ def over_max_value(largest, SLOT: tl.constexpr):
 
 @triton.jit
 def cover_scale(largest, SLOT: tl.constexpr):
-    """Return the smallest stored scale with which no value of a block exceeds the largest code."""
+    """Return for each block the smallest scale, as it is stored, with which no value exceeds the largest value of a code."""
     return store_scale(over_max_value(largest, SLOT), SLOT[3])
 
 
 @triton.jit
 def sticky_scale(largest, old, SLOT: tl.constexpr):
-    """Return the e8m0 scale of each weight block after an update: the `old` one wherever it still fits the block's `largest` value."""
+    """Return the e8m0 scale of each of a weight's blocks after an update: `old` as long as it fits the `largest` value."""
     cover = tl.maximum((as_bits(over_max_value(largest, SLOT)) + 0x7FFFFF) >> 23, SMALLEST_STICKY_CODE)
     enough = largest >= SLOT[7] * load_scale(old, E8M0)
     return tl.where((largest == 0.0) | ((cover <= old) & enough), old, cover)
@@ -186,7 +192,7 @@ def sticky_scale(largest, old, SLOT: tl.constexpr):
 
 @triton.jit
 def inverse_of(stored, SLOT: tl.constexpr):
-    """Return 1 / scale for each stored scale; for a scale of 0, some finite number."""
+    """Return 1 / scale as float32 for each stored scale; a scale of 0 gets some finite number."""
     if SLOT[4]:
         return as_float((254 - tl.maximum(stored, SMALLEST_STICKY_CODE)) << 23)
     elif SLOT[3] == E8M0:
@@ -198,7 +204,7 @@ def inverse_of(stored, SLOT: tl.constexpr):
 
 @triton.jit
 def codes_of(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return the codes (int32) that an update stores for the values `x` in blocks with the `stored` scales."""
+    """Return the codes (int32) to which an update rounds `x`, in blocks whose new scales are `stored`, as bits or codes."""
     IS_INTEGER: tl.constexpr = ELEMENT[0] == INT or ELEMENT[0] == UINT
     if IS_INTEGER and (SLOT[1] == STOCHASTIC or SLOT[1] == NEAREST_EVEN):
         codes = whole_codes(x, inverse_of(stored, SLOT), random, SLOT, ELEMENT)
@@ -211,7 +217,7 @@ def codes_of(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def whole_codes(x, inverse, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return x (NB, BLOCK) * inverse (NB,) rounded to whole numbers, stochastically or to nearest, as int32."""
+    """Return x * inverse rounded to whole numbers, stochastically or to nearest, as SLOT says; `inverse` is 1 / scale."""
     if ELEMENT[0] == UINT and SLOT[2] == 0:
         x = tl.maximum(x, 0.0)
     if SLOT[1] == NEAREST_EVEN:
@@ -225,7 +231,7 @@ def whole_codes(x, inverse, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def floored(x, inverse, random):
-    """Return floor(x * inverse + u), where u is the top 23 random bits / 2^23.
+    """Return floor(x * inverse + u), which is stochastic rounding: u in [0, 1) is the top 23 bits of `random` / 2^23.
 
     Rounding down twice gives the floor of the exact sum.
     """
@@ -245,7 +251,7 @@ def floored(x, inverse, random):
 
 @triton.jit
 def encoded(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return the codes that the codec gives to x in blocks with the `stored` scales, with which no value overflows."""
+    """Return the codes that the codec gives to `x` in blocks, with the scales `stored`, which must cover all values."""
     y = x * inverse_of(stored, SLOT)[:, None]
     if (ELEMENT[0] == INT or ELEMENT[0] == UINT) and SLOT[1] == STOCHASTIC:
         return stochastic(y, random, ELEMENT)
@@ -255,7 +261,7 @@ def encoded(x, stored, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def stochastic(y, random, ELEMENT: tl.constexpr):
-    """Return the codes of y rounded stochastically to whole numbers, with the top random bits.
+    """Return `y` rounded stochastically to whole numbers, as codes of an integer element, by the top bits of `random`.
 
     Magnitudes are rounded: below zero the shift rounds down, and adding the complement of the random bits gives the same.
     """
@@ -271,7 +277,7 @@ def stochastic(y, random, ELEMENT: tl.constexpr):
 
 @triton.jit
 def store_codes(ptr, codes, broken, at, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Store a tile's codes of 8 or 4 bits, except for blocks marked in `broken`; 4-bit codes past the end of a row are 0."""
+    """Store a tile's codes of WIDTH (8 or 4) bits, except for blocks that `broken` marks; padding at the end of a row gets 0."""
     if WIDTH == 4:
         if TILE[0] != RUN:
             _, inside = places(at, 1, TILE)
@@ -283,7 +289,7 @@ def store_codes(ptr, codes, broken, at, WIDTH: tl.constexpr, TILE: tl.constexpr)
 
 @triton.jit
 def rounded_plain(x, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return the bits (int32) of a finite x rounded to the dtype of an unpacked slot."""
+    """Return the bits (int32) of a finite `x` after rounding to the dtype in which an unpacked tensor is stored."""
     bits = as_bits(x)
     if SLOT[0] == PLAIN_FP32:
         return bits
@@ -298,7 +304,7 @@ def rounded_plain(x, random, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
 
 @triton.jit
 def decoded_plain(x, bits, STORAGE: tl.constexpr):
-    """Return the float32 values of the bits that `rounded_plain` returned."""
+    """Return as float32 what `rounded_plain` has rounded `x` to: for 16-bit dtypes the values of `bits`, otherwise `x`."""
     if STORAGE == PLAIN_FP32:
         return x
     elif STORAGE == PLAIN_BF16:
@@ -309,7 +315,7 @@ def decoded_plain(x, bits, STORAGE: tl.constexpr):
 
 @triton.jit
 def store_plain(ptr, x, bits, broken, at, STORAGE: tl.constexpr, TILE: tl.constexpr):
-    """Store one tile in an unpacked tensor: float32 `x`, or its `bits` in 16-bit dtypes, except for blocks marked in `broken`."""
+    """Store a tile of an unpacked tensor, `x` in float32 or `bits` in a 16-bit dtype, except for blocks that `broken` marks."""
     if STORAGE == PLAIN_FP32:
         store_2d(ptr.to(tl.pointer_type(tl.float32)), x, broken, at, 1, TILE)
     else:
@@ -318,7 +324,7 @@ def store_plain(ptr, x, bits, broken, at, STORAGE: tl.constexpr, TILE: tl.conste
 
 @triton.jit
 def half_step(p, scale, SLOT: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return half the distance between the format's neighbouring values at `p`; `scale` (NB,) has the scales of blocks."""
+    """Return half the distance between neighbouring values of a weight's format at each `p`; `scale` has the blocks' scales."""
     if SLOT[0] == BLOCKS:
         p = p * inverse_scale(scale)[:, None]
     binade = as_float(tl.maximum(as_bits(p) & INF_BITS, (ELEMENT[3] + 127) << 23)) * SLOT[6]

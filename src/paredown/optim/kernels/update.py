@@ -1,10 +1,10 @@
-"""One update of many tensors in one launch, and of one tensor at once: decode, rule, encode. `optim/reference.py` defines it.
+"""These kernels update many tensors in one launch, or a single tensor, as `optim/reference.py` defines.
 
 A program covers tiles of NB blocks of one tensor, one after the other. The tensor and its addresses are read from tables:
 
     owners   [ 0 0 0 1 2 2 ]        program -> tensor
     table    [ addresses of its parts | first_tile, cols, ... | keys of its random bits ]        one row of int64 for each tensor
-    grads    [ addresses of its gradient's parts ]        a table of its own, since plain gradients are new tensors in every step
+    grads    [ addresses of its gradient's parts ]        a table of its own, since unpacked gradients are new tensors in every step
     places   [ row of `hypers`, step ]        one for each tensor, or one for all (stride 0)
 
     tile of 2 blocks of 4:   p p p p | p p p p        codes * scale, then the rule, then max |p'| of each block gives its next scale
@@ -65,7 +65,7 @@ COLUMNS = tl.constexpr(18)  # of the table
 def store_moment(
     codes_ptr, scales_ptr, x, random, largest, broken, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr
 ):
-    """Encode a tile of a moment and store it, except for blocks marked in `broken`; `largest`: of each block."""
+    """Encode and store a tile of a moment, except for blocks that `broken` marks; `largest` is each block's largest magnitude."""
     if SLOT[0] == BLOCKS:
         scale = cover_scale(largest, SLOT)
         store_scales(scales_ptr, scale, broken, at, SLOT[3], TILE)
@@ -76,7 +76,7 @@ def store_moment(
 
 @triton.jit
 def count(counters_ptr, p, new, stored, scale, broken, at, SLOT: tl.constexpr, ELEMENT: tl.constexpr, TILE: tl.constexpr):
-    """Add a tile to the counters of diagnostics: its weights p were updated to `new`, which was rounded to `stored`."""
+    """Add a tile to the counters of diagnostics: its weights `p` became `new`, and `stored` after rounding to their format."""
     _, inside = places(at, 1, TILE)
     inside = inside & tl.broadcast_to((~broken)[:, None], (TILE[1], TILE[2]))
     moved = inside & (new != p)
@@ -92,9 +92,9 @@ def store_weight(
     codes_ptr, scales_ptr, residue_ptr, counters_ptr, new, random, largest, broken, at,
     SLOT: tl.constexpr, ELEMENT: tl.constexpr, HAS_RESIDUE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Encode a tile of new weights and store it, except for blocks marked in `broken`; add a sampled tile to the counters.
+    """Encode and store `new`, a tile of updated weights, except for blocks that `broken` marks; count it if it is sampled.
 
-    For these the old weights are loaded a second time, which saves registers.
+    Every 16th group of 64 blocks is sampled for diagnostics; its old weights are loaded a second time, which saves registers.
     """
     is_sampled = (at[0] * TILE[1] // SAMPLED_BLOCKS) % SAMPLED_EVERY == 0
     if SLOT[0] == BLOCKS:
@@ -130,9 +130,9 @@ def update_tile(
     RULE: tl.constexpr, W: tl.constexpr, WE: tl.constexpr, HAS_RESIDUE: tl.constexpr, M: tl.constexpr, ME: tl.constexpr,
     V: tl.constexpr, VE: tl.constexpr, G: tl.constexpr, GE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Update one tile of a parameter and its state.
+    """Update one tile of a parameter and its moments in place: load, apply the rule, encode and store.
 
-    f: the factor of the gradient; h: the other hyperparameters of the rule.
+    Pointers: weight, its scales and residue, two moments, gradient. `f` multiplies the gradient; `h`: the rule's other hyperparameters.
     """
     g = load_slot(g_ptr, gs_ptr, f, at, G, GE, True, TILE)
     p = load_weight(w_ptr, ws_ptr, residue_ptr, at, W, WE, HAS_RESIDUE, TILE)
@@ -169,13 +169,13 @@ def update_tile(
 
 @triton.jit
 def step_key(key, step):
-    """Return a key of the random bits for this step: a hash of a base key and the step."""
+    """Return the key of the random bits at a training step: a hash of the parameter's `key` and the step."""
     return mixed(key.to(tl.uint32) ^ step.to(tl.uint32))
 
 
 @triton.jit
 def pointer(address, ALIGNED: tl.constexpr):
-    """Return an address as a pointer to bytes."""
+    """Return an address as a pointer to bytes; ALIGNED promises the compiler that it is a multiple of 16."""
     ptr = address.to(tl.pointer_type(tl.uint8))
     return tl.multiple_of(ptr, 16) if ALIGNED else ptr
 
@@ -187,9 +187,9 @@ def update_kernel(
     V: tl.constexpr, VE: tl.constexpr, G: tl.constexpr, GE: tl.constexpr, HAS_FACTOR: tl.constexpr, ALIGNED: tl.constexpr,
     NUM_HYPERS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Update one tile of one of many tensors, or `turns` tiles if these are contiguous in memory.
+    """Update one tile of one of many tensors, or `turns` tiles one after the other if they are contiguous in memory.
 
-    The table's row of the tensor (addresses, sizes, keys) is read once.
+    Tables in memory have the tensor of each program, and the addresses, sizes, keys and hyperparameters of each tensor.
     """
     pid = tl.program_id(0)
     owner = tl.load(owners_ptr + pid)
@@ -250,7 +250,7 @@ def update_one_kernel(
     RULE: tl.constexpr, W: tl.constexpr, WE: tl.constexpr, HAS_RESIDUE: tl.constexpr, M: tl.constexpr, ME: tl.constexpr,
     V: tl.constexpr, VE: tl.constexpr, G: tl.constexpr, GE: tl.constexpr, HAS_FACTOR: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Update one tile of a single tensor, whose addresses, sizes and hyperparameters are arguments."""
+    """Update one tile of a single tensor and its state; addresses, sizes and hyperparameters are arguments, not tables."""
     f = tl.load(factor_ptr) * h0 if HAS_FACTOR else h0
     zero = tl.zeros((), tl.int64)
     at = (tl.program_id(0) + first_tile + zero, cols + zero, blocks_per_row + zero, num_blocks + zero)
@@ -270,7 +270,7 @@ def fold_kernel(
     codes_ptr, scales_ptr, grad_ptr, factor_ptr, first_tile, cols, blocks_per_row, num_blocks, first_index, k0, k1, weight,
     SLOT: tl.constexpr, ELEMENT: tl.constexpr, GRAD: tl.constexpr, HAS_FACTOR: tl.constexpr, IS_FIRST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of a gradient, times `weight`, to a packed sum of gradients; store it alone if IS_FIRST."""
+    """Add one tile of a gradient, times `weight`, to a packed sum of gradients; if IS_FIRST, replace the sum by it."""
     codes_ptr = codes_ptr.to(tl.pointer_type(tl.uint8))
     scales_ptr = scales_ptr.to(tl.pointer_type(tl.uint8))
     zero = tl.zeros((), tl.int64)

@@ -1,1 +1,1 @@
-"""Weights, gradients and optimizer state of models that several processes share: FSDP2 (`fully_shard`) and 8-bit reductions."""
+"""Packed weights under FSDP2 (`fully_shard`), and the reduction of gradients over processes in 8 bits."""

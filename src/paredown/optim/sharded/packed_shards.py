@@ -1,4 +1,4 @@
-"""Packed weights under FSDP2: each process stores codes and scales of its rows, and all-gathers move these instead of values.
+"""Packed weights under FSDP2: each process stores codes and scales of its rows, and all-gathers send these.
 
     p                    the sharded parameter of torch, a DTensor; the same Python object before and after packing
     p._local_tensor      a view (`PackedParameter`) of the rows of this process, without memory of its own
@@ -52,16 +52,16 @@ NEEDED = (
 
 @dataclass(eq=False)
 class PackedShard:
-    """The rows of a packed parameter that this process stores under fully_shard."""
+    """One process's rows of a parameter under fully_shard, stored packed; FSDP2 calls its methods around all-gathers."""
 
     parameter: DTensor
     managed: Any  # the FSDPParam of torch
     weight: Weight
     padded: PackedParts  # codes and scales with the rows that FSDP2 pads to; those of `weight` are their first rows
-    _rows: nn.Parameter  # stands for the rows of this process in `weight`, which refers to it weakly
+    _rows: nn.Parameter  # the parameter of `weight`, which has a weak reference to it
 
     def __post_init__(self) -> None:
-        self.num_processes = int(self.managed.mesh_info.shard_mesh_size)  # that share the parameter's rows
+        self.num_processes = int(self.managed.mesh_info.shard_mesh_size)  # processes that share the parameter's rows
         # the rows of zeros that all processes together add to the parameter, in order to store as many rows as the first shard has
         self.padding = int(self.managed.padded_sharded_param_size[0]) * self.num_processes - self.parameter.shape[0]
 
@@ -72,16 +72,16 @@ class PackedShard:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether other code has replaced the packed rows, as load_state_dict(assign=True) and model.to(dtype) do."""
+        """Whether other code has put another tensor in place of the packed rows, as load_state_dict(assign=True) does."""
         return self.managed.sharded_param is not self.parameter or vars(self.parameter).get(KEY) is not self.weight
 
     def gather_inputs(self) -> tuple[tuple[Tensor, ...], None]:
-        """Return the codes and scales that this process sends in an all-gather of the parameter."""
+        """Return the codes and scales that this process sends in an all-gather, and None, as FSDP2 requires."""
         self.weight.encode()
         return tuple(self.padded.tensors()), None
 
     def decode_gathered(self, gathered: tuple[Tensor, ...], dtype: torch.dtype, out: Tensor | None) -> Tensor:
-        """Return the whole parameter, decoded from `gathered`, the codes and scales of all processes, which are then freed.
+        """Return the whole parameter, decoded from `gathered`, the codes and scales of all processes, whose memory is freed.
 
         `out`: the tensor to decode into; None for a new one.
         """
@@ -97,7 +97,7 @@ class PackedShard:
         return made
 
     def release(self) -> None:
-        """Replace the packed rows that FSDP2 manages by an ordinary tensor with their values."""
+        """Replace the packed rows by an ordinary tensor of their values, as before packing."""
         if self.is_replaced:
             return
         managed, rows = self.managed, self.weight.size[0]
@@ -111,9 +111,10 @@ class PackedShard:
 
 
 def pack_shard(parameter: DTensor, managed: Any, format: Format) -> PackedShard:
-    """Pack this process's rows of a parameter under fully_shard, and put them in place of its local tensor.
+    """Pack this process's rows of a parameter under fully_shard, and replace the parameter's local tensor by the packed rows.
 
-    `managed`: the FSDPParam of torch that manages the parameter."""
+    `managed`: the FSDPParam of torch that manages the parameter.
+    """
     values = parameter._local_tensor.detach()
     with torch.no_grad():
         packed = encode(values, format, order="logical")
@@ -135,7 +136,7 @@ def pack_shard(parameter: DTensor, managed: Any, format: Format) -> PackedShard:
 
 
 def _padded(part: Tensor, rows: int) -> Tensor:
-    """Return codes or scales with rows of zeros added at the end, so that there are `rows` of them."""
+    """Return `part`, codes or scales, with zeros appended so that it has `rows` rows."""
     if part.shape[0] == rows:
         return part
     made = part.new_zeros((rows, *part.shape[1:]))
@@ -144,7 +145,7 @@ def _padded(part: Tensor, rows: int) -> Tensor:
 
 
 def _extend(local: PackedParameter, shard: PackedShard) -> None:
-    """Set the attributes of a local tensor that FSDP2 calls before and after an all-gather, to gather codes and decode them."""
+    """Give a local tensor the functions that FSDP2 calls before and after an all-gather: send codes, and decode all of them."""
 
     def gather(mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         return shard.gather_inputs()
@@ -162,7 +163,7 @@ def _extend(local: PackedParameter, shard: PackedShard) -> None:
 
 
 def plain_copy(value: DTensor) -> DTensor:
-    """Return a DTensor with packed rows as a DTensor with decoded rows; any other value is returned unchanged."""
+    """Return `value` with decoded rows if its rows are packed; otherwise return `value` itself."""
     weight = weight_of(value._local_tensor) if type(value._local_tensor) is PackedParameter else None
     if weight is None:
         return value
@@ -170,7 +171,7 @@ def plain_copy(value: DTensor) -> DTensor:
 
 
 def forget_gathered(managed: Any) -> None:
-    """Make FSDP2 allocate new memory for the next all-gather of a parameter (its FSDPParam), since packed rows have another size."""
+    """Make FSDP2 allocate new memory for a parameter's next all-gather, since packed rows have another size than before."""
     managed.all_gather_outputs, managed._unsharded_inner_tensors = [], []
     if hasattr(managed, "_unsharded_param"):
         del managed._unsharded_param
@@ -199,13 +200,13 @@ def managed_parameters(model: nn.Module) -> list[Any]:
 
 
 def sharded_of_whole(model: nn.Module) -> dict[int, Any]:
-    """Return the sharded parameter of each whole parameter that fully_shard holds now, by id of the whole one."""
+    """Return the sharded parameter of each whole parameter that fully_shard has gathered, by the id of the whole one."""
     managed = managed_parameters(model)
     return {id(one._unsharded_param): one.sharded_param for one in managed if hasattr(one, "_unsharded_param")}
 
 
 def reason_to_keep_shard_plain(parameter: DTensor, managed: Any, format: Format) -> str | None:
-    """Return why a sharded parameter cannot be packed in `format` in any process; None if it can.
+    """Return why a sharded parameter cannot be packed in `format`, the same in all processes; None if it can.
 
     Whether its values are finite is not checked here but by `finite_everywhere`.
     """
@@ -246,7 +247,10 @@ Refused = dict[str, tuple[Format, str]]  # name -> requested format, and why it 
 
 
 def pack_shards(wanted: dict[str, tuple[DTensor, Format]], model: nn.Module) -> tuple[dict[str, PackedShard], Refused]:
-    """Pack the `wanted` parameters of a model under fully_shard; return the packed ones by name, and reasons for those that cannot be."""
+    """Pack the `wanted` parameters of a model under fully_shard; return the packed ones, and why others cannot be packed.
+
+    All processes must call this with the same parameters.
+    """
     reshard(model)
     managed = {id(one.sharded_param): one for one in managed_parameters(model)}
     reasons = {name: reason_to_keep_shard_plain(p, managed.get(id(p)), format) for name, (p, format) in wanted.items()}

@@ -1,4 +1,4 @@
-"""`reduce_in_8_bits`: gradients travel between processes as codes and scales, and are summed in float32.
+"""`reduce_in_8_bits` makes processes send gradients as codes and scales, and sum them in float32.
 
 For a buffer of n values on W processes, process r owns the values of chunk r, ceil(n / W) of them:
 
@@ -45,9 +45,9 @@ NO_HOOK = "this torch ({}) has no FSDPModule.set_custom_reduce_scatter: update t
 def reduce_in_8_bits(model: nn.Module, *, format: Format | str = DEFAULT, seed: int = 0) -> Reduction:
     """Make the processes that train `model` exchange gradients as codes of `format`, and return the reduction.
 
-    Gradients are summed in float32. Call it in all processes, before the first step. The model is under DistributedDataParallel or
-    fully_shard; with fully_shard over replicas of shards, the reduction over replicas stays in the gradients' dtype. `state_dict()`
-    of the result goes into a checkpoint.
+    Gradients are summed in float32. All processes must call it, before the first step. `model` must be under DistributedDataParallel or
+    fully_shard; with fully_shard over replicas of shards, the reduction over replicas stays in the gradients' dtype. `state_dict()` of the
+    result belongs in a checkpoint.
     """
     reduction = Reduction(_checked(format), seed)
     if isinstance(model, DistributedDataParallel):
@@ -78,7 +78,7 @@ def _checked(format: Format | str) -> Format:
 
 
 class Reduction:
-    """The exchange of gradients between processes in a low-bit format; it has the format, the seed and the counts of reductions."""
+    """The exchange of gradients between processes in a low-bit format, with the seed and counts that select random bits."""
 
     def __init__(self, format: Format, seed: int) -> None:
         self.format, self.seed = format, seed
@@ -89,16 +89,16 @@ class Reduction:
         return {"seed": self.seed, "counts": {str(buffer): count for buffer, count in self.counts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the seed and the counts from `state_dict()`."""
+        """Restore the seed and the counts of reductions from the result of `state_dict()`."""
         self.seed, self.counts = int(state["seed"]), {int(buffer): int(count) for buffer, count in state["counts"].items()}
 
     def begin(self, buffer: int) -> int:
-        """Count one more reduction of the buffer of gradients with this index, and return its number, from 1."""
+        """Count one more reduction of gradient buffer number `buffer`, and return how many there were; the first is 1."""
         self.counts[buffer] = self.counts.get(buffer, 0) + 1
         return self.counts[buffer]
 
     def own_chunk(self, chunks: Tensor, buffer: int, group: Any) -> Tensor:
-        """Return the float32 sum over all processes of the chunk of gradients that this process reduces.
+        """Return the float32 sum, over all processes, of the chunk of gradients for which this process is responsible.
 
         `chunks`: this process's gradients, (processes, values in a chunk); row r is summed by process r of `group`.
         """
@@ -113,9 +113,10 @@ class Reduction:
         return total
 
     def for_all(self, chunk: Tensor, buffer: int, group: Any) -> Tensor:
-        """Send the chunk that this process has reduced to all others, and return the chunks of all, (processes, values).
+        """Send the summed chunk of this process to all others, and return the chunks of all, (processes, values).
 
-        Every process decodes them from the same codes."""
+        Chunks are sent as codes, and every process decodes the same codes.
+        """
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         seed = Seed(self.seed, SUM_IDS + buffer, self.counts[buffer], first_index=rank * chunk.numel())
         packed = encode(chunk[None], self.format, rounding=Rounding.STOCHASTIC, seed=seed, order="logical")
@@ -124,7 +125,7 @@ class Reduction:
 
 
 def _exchanged(rows: Tensor, group: Any) -> Tensor:
-    """Send row r to process r, and return a tensor with the rows that all processes sent here."""
+    """Send row r of `rows` to process r of `group`, and return the rows that all processes have sent to this one."""
     data = rows.contiguous().view(torch.uint8)
     received = torch.empty_like(data)
     dist.all_to_all_single(received, data, group=group)
@@ -139,7 +140,7 @@ def _gathered(row: Tensor, size: int, group: Any) -> Tensor:
 
 
 def reduce_bucket(reduction: Reduction, group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Replace the gradients in a bucket of DistributedDataParallel by their means over all processes, and return these as a future."""
+    """Replace the gradients in a bucket of DistributedDataParallel by their means over processes; return a finished future."""
     values = bucket.buffer()
     size = dist.get_world_size(group)
     with torch.no_grad():
@@ -158,17 +159,17 @@ def _chunks(values: Tensor, size: int) -> Tensor:
 
 
 class ReduceScatter:
-    """A reduce-scatter in 8 bits for one module under fully_shard, passed to FSDPModule.set_custom_reduce_scatter."""
+    """The object that makes FSDP2 sum one module's gradients in 8 bits, for FSDPModule.set_custom_reduce_scatter."""
 
     def __init__(self, reduction: Reduction, buffer: int) -> None:
         self._reduction, self._buffer = reduction, buffer
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return uninitialized memory for gradients before or after the reduce-scatter."""
+        """Return uninitialized memory in which FSDP2 puts gradients before or after the reduce-scatter."""
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
-        """Write the sum or mean over all processes of this process's chunk of gradients into `output_tensor`."""
+        """Write this process's chunk of gradients, summed or averaged over all processes, into `output_tensor`."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise OptimError(f"reduce_in_8_bits computes sums and means, not {op}: leave set_gradient_divide_factor out.")
         size = dist.get_world_size(group)

@@ -1,7 +1,7 @@
-"""Memory that a convolution on a CPU allocates and frees while it runs: oneDNN's copies of its operands, and columns without oneDNN.
+"""Predicts the memory that a convolution on a CPU allocates while it runs: oneDNN's copies of operands, or im2col columns without oneDNN.
 
 oneDNN's kernels read and write blocks of 16 channels. An operand in torch's contiguous layout is copied into blocks, and a result out of
-them. Of x, w -> y, with a bar for what is in blocks (channels rounded up to 16), the calls allocate, one after the other:
+them. For x, w -> y, calls allocate these one after the other (x_ is x in blocks, with channels rounded up to 16):
 
     forward             x_ w_ y_, free x_ w_, y, free y_                 at most max(x_ + w_ + y_, y_ + y)
     gradient of x       g_ w_ dx_, free w_ g_, dx, free dx_              a stride other than 1: one more copy of dx at its end
@@ -34,7 +34,7 @@ NATIVE_KERNEL = 3  # at most this wide
 
 
 def forward_workspace(args: Any, out: Tensor) -> int:
-    """Return the most bytes that a call of aten::convolution with these arguments holds beside its operands and its result."""
+    """Return the most bytes that a call of aten::convolution allocates on a CPU beside operands and result `out`."""
     x, weight, bias, stride, is_transposed, groups = *args[:4], args[6], args[8]
     if not _runs_in_onednn(x, weight, groups):
         return 0 if is_transposed else _column_bytes(weight, out)
@@ -51,7 +51,7 @@ def forward_workspace(args: Any, out: Tensor) -> int:
 
 
 def backward_workspace(args: Any, _: Any) -> int:
-    """Return the most bytes that a call of aten::convolution_backward with these arguments holds beside operands and results."""
+    """Return the most bytes that aten::convolution_backward allocates on a CPU beside operands and results."""
     grad, x, weight, stride, is_transposed, groups, (needs_x, *_) = *args[:3], args[4], args[7], *args[9:11]
     if not _runs_in_onednn(x, weight, groups):
         return 0 if is_transposed else _column_bytes(weight, grad)
@@ -69,7 +69,7 @@ def backward_workspace(args: Any, _: Any) -> int:
 
 
 def _runs_in_onednn(x: Tensor, weight: Tensor, groups: int) -> bool:
-    """Return whether torch computes a convolution with oneDNN, which it does except for one small sample and for float64."""
+    """Return whether torch computes this convolution with oneDNN: not in float64, nor for one small sample."""
     is_small = x.shape[0] == 1 and x.numel() <= NATIVE_VALUES and groups == 1 and max(weight.shape[-2:]) <= NATIVE_KERNEL
     return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and not is_small
 
@@ -83,18 +83,18 @@ def _last(t: Tensor) -> torch.memory_format:
 
 
 def _other_bytes(*operands: Tensor) -> int:
-    """Return the bytes of the channels_last copies of those operands that have another layout."""
+    """Return the bytes of channels_last copies of the operands that have another memory layout."""
     return sum(t.nbytes for t in operands if not t.is_contiguous(memory_format=_last(t)))
 
 
 def _has_few_channels(weight: Tensor, groups: int) -> bool:
-    """Return whether a grouped convolution has too few channels per group to fill oneDNN's blocks, so that only its result is copied."""
+    """Return whether a group of the convolution has too few channels to fill a block of oneDNN."""
     num_in, num_out = weight.shape[1], weight.shape[0] // groups
     return groups > 1 and num_in * num_out > 1 and bool(num_in % HALF or num_out % HALF)
 
 
 def _in_blocks(x: Tensor) -> int:
-    """Return the bytes of activations (num, channels, ...) in a layout with blocks of channels."""
+    """Return the bytes of activations (num, channels, ...) in oneDNN's layout, with channels in whole blocks."""
     return x.nbytes // x.shape[1] * round_up(x.shape[1], BLOCK)
 
 
@@ -105,9 +105,9 @@ def _input_in_blocks(x: Tensor) -> int:
 
 
 def _weight_in_blocks(weight: Tensor) -> int:
-    """Return the bytes of a weight in a layout with blocks of input and output channels.
+    """Return the bytes of a convolution's weight in oneDNN's layout, which rounds its channels up to whole blocks.
 
-    A weight of few input channels, as in grouped convolutions, has no blocks.
+    A weight of few input channels, as in grouped convolutions, is not in blocks.
     """
     num_out, num_in = weight.shape[:2]
     blocked = round_up(num_out, BLOCK) * round_up(num_in, BLOCK)
@@ -115,10 +115,7 @@ def _weight_in_blocks(weight: Tensor) -> int:
 
 
 def _column_bytes(weight: Tensor, out: Tensor) -> int:
-    """Return the bytes of the columns (im2col) that torch multiplies with the weight.
-
-    For each output value they hold the inputs under the kernel.
-    """
+    """Return the bytes of the im2col columns (the inputs under the kernel for each output value) of a convolution."""
     window = prod(weight.shape[2:])
     return out.nbytes // out.shape[1] * weight.shape[1] * window if window > 1 and out.numel() else 0
 

@@ -1,4 +1,4 @@
-"""Autocast of CUDA on fake CPU tensors, also on machines without CUDA: torch.autocast sets CUDA's state, whatever device it names.
+"""Runs autocast for CUDA on fake CPU tensors, also without CUDA: torch.autocast sets CUDA's autocast state, whatever device it names.
 
 Activation checkpointing stores the autocast state in forward and enters it again for the recomputation in backward. torch reads the
 state of the device of the checkpoint's arguments, which is the CPU for fake tensors: `cuda_autocast` makes it read that of CUDA.
@@ -18,10 +18,10 @@ from torch.utils import checkpoint
 
 @contextmanager
 def cuda_autocast(dtype: torch.dtype | None, free_casts: Callable[[], None]) -> Generator[None]:
-    """Return a context with autocast for CUDA in `dtype` (off for None), on fake CPU tensors.
+    """Return a context with CUDA's autocast in `dtype` for fake CPU tensors; None turns autocast off.
 
-    `free_casts` is called wherever torch frees its cached casts of parameters. torch frees them at the end of the outermost
-    autocast context: of this one, or in backward of the one around a recomputation.
+    `free_casts` is called whenever torch frees its cached casts of parameters: at the end of the outermost autocast context, which is this
+    one, or in backward the one around a recomputation.
     """
     enabled_before, dtype_before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", dtype is not None)
@@ -59,7 +59,7 @@ def autocast_backward() -> Generator[None]:
 
 @contextmanager
 def _every_autocast_is_for_cuda(free_casts: Callable[[], None]) -> Generator[None]:
-    """Return a context in which torch.autocast with any device sets autocast for CUDA."""
+    """Return a context in which torch.autocast sets CUDA's autocast state, whatever device it names."""
     kind, common = torch.amp.autocast_mode.autocast, torch.cuda.amp.common
     before = kind.__init__, kind.__exit__, common.amp_definitely_not_available, torch.cuda.is_bf16_supported
     checkpoint_before = checkpoint._get_autocast_kwargs
@@ -84,6 +84,5 @@ def _every_autocast_is_for_cuda(free_casts: Callable[[], None]) -> Generator[Non
 
 
 def _nesting() -> int:
-    """Return how many autocast contexts are open."""
     torch.autocast_increment_nesting()
     return torch.autocast_decrement_nesting()

@@ -1,8 +1,8 @@
-"""Operations of CUDA that CPU fake tensors do not describe: attention, RNNs, softmax, RMSNorm, TRL's loss; workspaces; oneDNN's LSTM.
+"""Stand-ins for CUDA operations that differ from the CPU's (attention, RNNs, softmax, RMSNorm), workspaces, TRL's loss, and oneDNN's LSTM.
 
 The functions here are right in shapes, dtypes and memory, and compute no values. Each CUDA operation is an autograd function whose
-`stands_for` is (name of its autograd node on CUDA, names of the tensors that node saves, in autograd's order), so that `Watch` names slots
-as it does on a GPU. Forward and backward allocate what the kernels allocate: outputs, and workspaces that are large.
+`stands_for` is (name of its autograd node on CUDA, names of the tensors that node saves, in autograd's order), so that `Watch` names saved
+tensors as it does on a GPU. Forward and backward allocate what the kernels allocate: outputs, and workspaces that are large.
 
 `sum_workspace` is the memory that a reduction on CUDA allocates while it runs. A sum over all dimensions but the last, which is the
 gradient of a bias, is split over enough thread blocks to fill the GPU, and each block gets memory for more partial sums than it writes.
@@ -54,10 +54,10 @@ TRL_KERNELS = ("_forward_tile", "_backward_tile", "_addmm_fp32")  # its function
 
 @runtime_checkable
 class HasKernels(Protocol):
-    """The interface of objects that record kernels of CUDA, such as a `Timeline`."""
+    """Declares what stand-ins of CUDA kernels call to record that a kernel ran; a `Timeline` has it."""
 
     def record_kernel(self, name: str, tensors: list[Tensor], flops: int, arguments: Any) -> None:
-        """Record that one kernel ran, with its tensors and flops."""
+        """Record that one CUDA kernel ran: the tensors that it reads and writes, and its flops."""
 
 
 def round_up(number: int, step: int) -> int:
@@ -66,7 +66,7 @@ def round_up(number: int, step: int) -> int:
 
 
 def record_kernel(name: str, outputs: tuple[Tensor, ...], *inputs: Any, flops: int = 0) -> None:
-    """Record on the active timeline that one kernel of CUDA ran, with its tensors and flops; without a timeline, do nothing."""
+    """Record on the active `Timeline` that a CUDA kernel ran, with its tensors and flops; do nothing without one."""
     tensors = [value for value in (*inputs, *outputs) if isinstance(value, Tensor)]
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, HasKernels):
@@ -74,30 +74,30 @@ def record_kernel(name: str, outputs: tuple[Tensor, ...], *inputs: Any, flops: i
 
 
 def attention_flops(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> int:
-    """Return the flops of attention's two matrix products in forward, half of them if the mask is causal."""
+    """Return the flops of attention's two matrix products in forward, half of them if `causal`."""
     num, heads, length, width = query.shape
     return 2 * num * heads * length * key.shape[2] * (width + value.shape[-1]) // (2 if causal else 1)
 
 
 def _heads_inside(like: Tensor, *, width: int | None = None, heads: int | None = None) -> Tensor:
-    """Return an empty tensor (num, heads, length, width) whose heads are next to each other in memory, as attention kernels write it.
+    """Return an empty tensor (num, heads, length, width) in which all heads of a position are adjacent in memory.
 
-    Sizes and dtype are those of `like`, except for a width or heads that are given.
+    Attention kernels write this layout. Sizes and dtype are those of `like`, unless `width` or `heads` is given.
     """
     num, like_heads, length, like_width = like.shape
     return like.new_empty(num, length, heads or like_heads, width or like_width).transpose(1, 2)
 
 
 class Flash(Function):
-    """A stand-in for CUDA's flash attention on fake tensors, with the same allocations as the kernel.
+    """Stands for CUDA's flash attention while a step is traced on fake tensors: it allocates what the kernel allocates.
 
-    The output has the memory layout of the queries, and each gradient that of its tensor. So the output of nn.MultiheadAttention, whose
-    queries are in the order (length, num, heads, width), is not copied for the next product.
+    The output has the memory layout of the queries, and each gradient the layout of its tensor. So the output of nn.MultiheadAttention,
+    whose queries are in the order (length, num, heads, width), is not copied for the next matrix product.
     """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-        """Return an empty tensor of the output's shape, (num, heads, length, width of value)."""
+        """Return an empty tensor of the shape of attention's output, (num, heads, length, width of value)."""
         out, ctx.causal = torch.empty_like(query), causal
         flops = attention_flops(query, key, value, causal=causal)
         record_kernel(ATTENTION, (out,), query, key, value, causal, flops=flops)
@@ -111,7 +111,7 @@ class Flash(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return empty tensors of the shapes of the gradients of query, key and value.
 
-        Workspace: the query gradient in float32, and one value for each position.
+        Meanwhile a workspace is allocated: the query gradient in float32, and one value for each position.
         """
         key, _, _, query, value = ctx.saved_tensors
         flops = 5 * attention_flops(query, key, value, causal=ctx.causal) // 2
@@ -128,11 +128,11 @@ class Flash(Function):
 
 
 class Efficient(Function):
-    """A stand-in for CUDA's memory-efficient attention on fake tensors, which takes float32 and masks too."""
+    """Stands for CUDA's memory-efficient attention, which also takes float32 and masks, while a step is traced."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
-        """Return an empty tensor of the output's shape, (num, heads, length, width of value)."""
+        """Return an empty tensor of the shape of attention's output, (num, heads, length, width of value)."""
         out, ctx.causal = _heads_inside(query, width=value.shape[-1]), causal
         flops = attention_flops(query, key, value, causal=causal)
         record_kernel(ATTENTION, (out,), query, key, value, causal, *(() if bias is None else (bias,)), flops=flops)
@@ -147,7 +147,7 @@ class Efficient(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return empty tensors of the shapes of the gradients of query, key, value, and of the mask if it requires one."""
+        """Return empty tensors of the shapes of the gradients of query, key, value and (if needed) mask."""
         *bias, key, logsumexp, _, query, value = ctx.saved_tensors
         flops = 5 * attention_flops(query, key, value, causal=ctx.causal) // 2
         record_kernel(ATTENTION_BACKWARD, (grad, query, key, value), query, key, value, ctx.causal, *bias, flops=flops)
@@ -163,11 +163,11 @@ class Efficient(Function):
 
 
 class Softmax(Function):
-    """A stand-in for CUDA's softmax and log_softmax from float16 to float32; torch casts bfloat16 before it."""
+    """Stands for CUDA's softmax and log_softmax from float16 to float32 while a step is traced on fake tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, node: str) -> Tensor:
-        """Return an empty float32 tensor of the shape of `x`. `node`: the name of the autograd node on CUDA."""
+        """Return an empty float32 tensor of the shape of `x`; `node` is the name of the kernel's autograd node."""
         out = torch.empty_like(x, dtype=torch.float32)
         record_kernel("softmax", (out,), x)
         ctx.stands_for, ctx.dtype = (node, ("result",)), x.dtype
@@ -183,11 +183,11 @@ class Softmax(Function):
 
 
 class RMSNorm(Function):
-    """A stand-in for the fused RMSNorm kernel, which saves its input and one rstd for each row."""
+    """Stands for CUDA's fused RMSNorm while a step is traced; it saves its input and one value (rstd) for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
-        """Return an empty tensor of the output's shape. `num_dims`: how many of the last dimensions are normalized."""
+        """Return an empty tensor of the output's shape; the kernel normalizes the last `num_dims` dimensions."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rstd = x.new_empty((*x.shape[: x.dim() - num_dims], *(1,) * num_dims), dtype=torch.float32)
         record_kernel("rms_norm", (out,), x)
@@ -205,13 +205,13 @@ class RMSNorm(Function):
 
 
 class Recurrent(Function):
-    """A stand-in for the cuDNN call of a whole LSTM, GRU or RNN; dimension 0 is time."""
+    """Stands for the cuDNN call that computes a whole LSTM, GRU or RNN while a step is traced; dimension 0 is time."""
 
     @staticmethod
     def forward(ctx: Any, kind: str, sizes: tuple[int, int], x: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor) -> Any:
-        """Return empty tensors of the shapes of (output, hy, cy).
+        """Return empty tensors of the shapes of output, hy and cy.
 
-        `kind`: "lstm", "gru", "rnn_tanh" or "rnn_relu". `sizes`: (number of layers, width of a gate).
+        `kind` is "lstm", "gru", "rnn_tanh" or "rnn_relu", `sizes` is (number of layers, width of a gate), and `hx` and `cx` are the states.
         """
         num_layers, width = sizes
         length, num, _ = x.shape
@@ -235,7 +235,7 @@ class Recurrent(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         """Return empty tensors of the shapes of the gradients of input, states and weights.
 
-        Those of the weights are views of one tensor.
+        The gradients of the weights are views of one tensor.
         """
         saved = ctx.saved_tensors
         weights = saved[len(saved) - ctx.num_weights :]
@@ -248,9 +248,9 @@ class Recurrent(Function):
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, grouped: bool) -> Tensor | None:
-    """Return an empty tensor with the shape and layout of a fused CUDA kernel's attention output; None if no kernel applies.
+    """Return an empty tensor like the output of CUDA's fused attention; None if CUDA would use no fused kernel.
 
-    `grouped`: keys and values have fewer heads than queries.
+    `grouped` says whether keys and values have fewer heads than queries.
     """
     kernel = attention_kernel(query, key, value, mask, causal=causal, grouped=grouped)
     if kernel is Flash:
@@ -263,9 +263,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *,
 def attention_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, grouped: bool
 ) -> type[Flash] | type[Efficient] | None:
-    """Return the fused attention kernel that CUDA would select; None if it would select the one without fusion.
+    """Return the stand-in of the fused attention kernel that CUDA would select; None if it would select none.
 
-    `grouped`: keys and values have fewer heads than queries.
+    `grouped` says whether keys and values have fewer heads than queries.
     """
     if query.dim() != 4 or any(t.numel() == 0 for t in (query, key, value)):
         return None
@@ -281,7 +281,7 @@ def attention_kernel(
 
 
 def bias_of_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return an attention mask in the form that CUDA's kernel takes: floats, padded and expanded."""
+    """Return the attention mask in the form in which CUDA's kernel takes it: floats, padded, expanded to all heads."""
     if mask.dtype is torch.bool:
         mask = torch.empty_like(mask, dtype=query.dtype)
     length = key.shape[2]
@@ -291,9 +291,9 @@ def bias_of_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def recurrent(kind: str, x: Tensor, states: tuple[Tensor, ...], weights: list[Tensor], num_layers: int, batch_first: bool) -> Any:
-    """Return empty tensors of the shapes of a recurrent layer's outputs, allocated as on CUDA.
+    """Return empty tensors of the shapes of an RNN's outputs, allocated as cuDNN allocates them.
 
-    With `batch_first` the input is copied, since cuDNN needs time as dimension 0.
+    `kind` is as for `Recurrent`. With `batch_first` the input is copied, since cuDNN needs time as dimension 0.
     """
     time_first = x.transpose(0, 1).contiguous() if batch_first else x
     width = weights[0].shape[0] // RNN_GATES[kind]
@@ -304,9 +304,9 @@ def recurrent(kind: str, x: Tensor, states: tuple[Tensor, ...], weights: list[Te
 
 @contextmanager
 def trl_kernels() -> Generator[None]:
-    """Return a context in which TRL's loss allocates the memory that it does on CUDA.
+    """Return a context in which the loss of the TRL library allocates on fake tensors what it allocates on CUDA.
 
-    On CUDA it scores the tokens that have a label; a trace, which has no values, scores all.
+    On CUDA it skips tokens without a label; a trace has no values, so here it computes all of them.
     """
     module = sys.modules.get(TRL_LOSS)
     function: Any = getattr(module, "ChunkedLogProbFunction", None)
@@ -338,9 +338,9 @@ def _set_cpu_autocast(is_enabled: bool, dtype: torch.dtype) -> None:
 
 
 def onednn_workspace(args: Any, outputs: Any) -> Any:
-    """Return the outputs of aten::mkldnn_rnn_layer, an LSTM on the CPU, with a workspace of the size that oneDNN allocates.
+    """Return `outputs` of an LSTM on the CPU (aten::mkldnn_rnn_layer) with a workspace of oneDNN's size among them.
 
-    The workspace for T positions of a sequence: 2 T gates, T outputs and 3 (T + 1) pairs of states; measured within 2 % of oneDNN 3.
+    The workspace for T positions of a sequence has 2 T gates, T outputs and 3 (T + 1) pairs of states; it is within 2 % of oneDNN 3.
     """
     x, width, is_training = args[0], args[10], args[15]
     num_positions, num_states = x.shape[0] * x.shape[1], (x.shape[0] + 1) * x.shape[1]
@@ -350,7 +350,7 @@ def onednn_workspace(args: Any, outputs: Any) -> Any:
 
 
 def _row(width: int) -> int:
-    """Return how many floats one row of `width` values takes in oneDNN's workspace."""
+    """Return how many floats oneDNN's LSTM workspace has for a row of `width` values."""
     rounded = round_up(width, ONEDNN_ALIGN)
     return rounded + ONEDNN_ALIGN if rounded % ONEDNN_AVOIDED == 0 else rounded
 
@@ -363,7 +363,7 @@ UNKNOWN_SIZES = {torch.ops.aten.mkldnn_rnn_layer.default: onednn_workspace}
 
 
 def sum_workspace(num_inputs: int, num_outputs: int, dtype: torch.dtype = torch.float32) -> int:
-    """Return the bytes of workspace that a sum on CUDA, of `num_inputs` values for each of `num_outputs`, needs for its partial sums."""
+    """Return the bytes that CUDA allocates for partial sums if each of `num_outputs` values sums `num_inputs`."""
     while num_inputs > 1 and num_inputs * num_outputs * dtype.itemsize > MAX_REDUCED_BYTES:
         num_inputs = -(-num_inputs // 2)
     sum_bytes = 4 if dtype.is_floating_point and dtype.itemsize <= 4 else 8
@@ -383,12 +383,12 @@ def sum_workspace(num_inputs: int, num_outputs: int, dtype: torch.dtype = torch.
 
 
 def _power_of_two(number: int) -> int:
-    """Return the largest power of two up to `number`."""
+    """Return the largest power of two that is not above `number`."""
     return 1 << (number.bit_length() - 1)
 
 
 def _sum_op_workspace(args: Any, _: Any) -> int:
-    """Return the bytes of workspace of a call of aten::sum; 0 unless it sums over the leading dimensions of a contiguous tensor."""
+    """Return the bytes of workspace that CUDA needs for a call of aten::sum; 0 unless it sums leading dimensions."""
     x, dims = args[0], args[1]
     if not isinstance(x, Tensor) or not dims or not x.dim() or not x.numel() or not x.is_contiguous():
         return 0
@@ -398,10 +398,10 @@ def _sum_op_workspace(args: Any, _: Any) -> int:
 
 
 def transposed_bytes(*operands: Tensor) -> int:
-    """Return the bytes of the channels_last copies that torch or cuDNN makes of a convolution's operands.
+    """Return the bytes of the channels_last copies that a convolution on CUDA makes of `operands`.
 
-    Where one operand or the weight is channels_last, torch copies the others; otherwise cuDNN does, whose kernels for tensor cores read and
-    write channels_last, with channels in multiples of 16 bytes.
+    If one operand or the weight is channels_last, torch copies the others; if none is, cuDNN copies all, since its kernels for tensor cores
+    read and write channels_last, with channels in multiples of 16 bytes.
     """
     images = [t.unsqueeze(2) if t.dim() == 3 else t for t in operands]
     copied = [t for t in images if t.dim() == 4 and t.numel() and not t.is_contiguous(memory_format=torch.channels_last)]
@@ -409,7 +409,6 @@ def transposed_bytes(*operands: Tensor) -> int:
 
 
 def _is_depthwise(weight: Tensor, groups: int) -> bool:
-    """Return whether a convolution is depthwise, which torch computes in kernels of its own, without workspace."""
     return groups > 1 and weight.shape[1] == 1
 
 
@@ -418,9 +417,9 @@ def _convolution_workspace(args: Any, out: Tensor) -> int:
 
 
 def _convolution_backward_workspace(args: Any, _: Any) -> int:
-    """Return the bytes of the copies of operands that a convolution's backward makes.
+    """Return the bytes of the copies of input and output's gradient that a convolution's backward makes.
 
-    Copies for one gradient are counted, since the two gradients are computed one after the other.
+    Copies for the gradient of the input do not count, since the gradients are computed one after the other.
     """
     return 0 if _is_depthwise(args[2], args[9]) else transposed_bytes(args[0], args[1])
 

@@ -1,4 +1,4 @@
-"""`FakeStep`: runs forward, loss and backward of a model on fake tensors and records what happens.
+"""`FakeStep` runs forward, loss and backward of a model on fake tensors, and records what they allocate and save.
 
 The step runs on the CPU with the operations of the target device (predict/fake/fake_tensors.py). A `Timeline` gives each operation a tick
 and records every allocation (predict/timeline.py); a `Recorder` packs every saved tensor that can be packed (predict/saved_lifetimes.py).
@@ -35,7 +35,7 @@ from paredown.predict.token_modules import TracedCalls
 from paredown.roles import Role
 
 Span = tuple[int, int]
-LOSS = "loss"  # phase and name prefix of what the loss saves
+LOSS = "loss"  # phase of the loss, and name prefix of tensors that it saves
 TRACING, IS_FAKE = "transformers.utils.import_utils", "is_fake_tensor"
 NO_GRADIENT = "no gradient reaches the loss: every parameter is frozen, or the model runs under no_grad."
 NO_LOSS, LOSS_EXAMPLE = "There is no loss", "loss=torch.nn.functional.cross_entropy"
@@ -44,7 +44,7 @@ ADVICE = "Fake tensors have shapes and no values: move that decision out of the 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The parts of a batch: arguments of the model, and arguments that the loss gets after the model's output."""
+    """A batch split into what the model gets (`args`, `keywords`) and the `targets`, which only the loss gets."""
 
     args: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -52,10 +52,7 @@ class Arguments:
 
     @staticmethod
     def of(batch: Any, loss: Any) -> Arguments:
-        """Return the parts of `batch`: with a loss, the last item of a tuple is the target, all others go to the model.
-
-        Without a loss (None) all go to the model.
-        """
+        """Return `batch` split: with a `loss`, the last item of a tuple is the target; all others go to the model."""
         if isinstance(loss, type) or not (loss is None or callable(loss)):
             given = f"the class {loss.__name__}: pass an instance, {loss.__name__}()" if isinstance(loss, type) else repr(loss)
             raise TraceError(f"loss is a function of the model's output and the target, such as {LOSS_EXAMPLE}, not {given}.")
@@ -73,19 +70,22 @@ class Arguments:
 
 @final
 class Loss(nn.Module):
-    """A loss function as a module, so that what it saves is recorded like that of other modules."""
+    """A module that calls a loss function, so that hooks on modules also see the tensors that the loss saves."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self._function = (function,)
 
     def forward(self, *args: Any) -> Tensor:
-        """Return the loss that the function computes."""
+        """Return the loss that the function computes from `args`."""
         return self._function[0](*args)
 
 
 class ModuleRunTimes:
-    """A record of the times, as ticks of the step's timeline, at which modules that own parameters run."""
+    """Records when modules that own parameters run, in ticks (positions of operations in the step).
+
+    A weight that is stored packed must be decoded at these times.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], current_tick: Callable[[], int]) -> None:
         self._current_tick = current_tick
@@ -95,7 +95,7 @@ class ModuleRunTimes:
 
     @contextmanager
     def recording(self) -> Generator[None]:
-        """Return a context in which module calls are recorded, also those in backward."""
+        """Return a context in which all calls of modules are recorded, those in forward and those in backward."""
         handles: list[Any] = []
         for module in self._modules:
             handles.append(module.register_forward_pre_hook(self._enter))
@@ -108,7 +108,7 @@ class ModuleRunTimes:
                 handle.remove()
 
     def spans(self, parameter: Tensor) -> tuple[Span, ...]:
-        """Return the spans (first tick, last tick) in which a module that owns `parameter` runs with it."""
+        """Return the spans (first and last operation) in which modules that own `parameter` run with it."""
         return merged(self._spans.get(id(parameter), ()))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -123,10 +123,11 @@ class ModuleRunTimes:
 
 
 class FakeStep:
-    """One training step on fake tensors, and the records that it leaves.
+    """Runs one training step on fake tensors, and holds the records from which its trace is built.
 
-    `initial_tensors`: (name, role, tensor) of parameters, buffers and inputs. `gradient_complete_at`: id of a parameter -> tick at which
-    its gradient is complete. `held`: allocations that are live when backward begins and that autograd's graph does not hold.
+    `initial_tensors` has (name, role, tensor) of parameters, buffers and inputs. `gradient_complete_at` maps the id of a parameter to the
+    operation (tick) at which its gradient is complete. `held` has allocations that exist when backward begins, though autograd's graph does
+    not hold them.
     """
 
     def __init__(self, model: nn.Module, loss_module: nn.Module, fakes: FakeTensors, device: str) -> None:
@@ -140,8 +141,8 @@ class FakeStep:
         fakes.around = lambda: self.timeline.owned_by(Role.BUFFER)
         fakes.mode.place = lambda: self.timeline.module()
         self.watches: list[Watch] = []
-        self.head: Any = None  # the output head whose loss is computed in chunks (loss/output_head.py), None without
-        self.view_outputs: Any = None  # hooks of sessions on modules (session/view_outputs.py), None without
+        self.head: Any = None  # the output head, if its loss is computed in chunks (loss/output_head.py), else None
+        self.view_outputs: Any = None  # hooks of sessions on modules (session/view_outputs.py), or None
         self.in_place_on_views: set[str] = set()  # modules that modified a view in place: autograd hides what that saves
         self.backward_at = self.returned_bytes = 0
         self.has_assumed_mask = False
@@ -163,8 +164,8 @@ class FakeStep:
     ) -> None:
         """Run forward, loss and backward on fake tensors.
 
-        `loss`: None if the model returns its loss. `autocast`: its dtype, None without. `compiled`: a function that runs forward with
-        torch.compile, None in eager mode.
+        `loss` is None if the model returns its loss. `autocast` is the dtype of autocast, or None. `compiled` is a function that runs
+        forward with torch.compile, or None in eager mode.
         """
         self._record_initial_tensors(arguments)
         with ExitStack() as stack:
@@ -200,10 +201,7 @@ class FakeStep:
 
     @contextmanager
     def _recording_gradients(self) -> Generator[None]:
-        """Return a context that records when the gradient of each parameter is complete.
-
-        From then on it can be added to an accumulator, or used for an update.
-        """
+        """Return a context that records the operation (tick) at which each parameter's gradient is complete."""
         complete_at, timeline = self.gradient_complete_at, self.timeline
 
         def record(parameter: Tensor) -> None:
@@ -219,9 +217,9 @@ class FakeStep:
 
     @contextmanager
     def _square_masks_are_causal(self) -> Generator[None]:
-        """Return a context in which square attention masks are taken to be causal.
+        """Return a context in which nn.Transformer takes square attention masks to be causal.
 
-        nn.Transformer would compare the values of a mask, which fake tensors do not have.
+        Otherwise it would compare the values of a mask, which fake tensors do not have.
         """
         before = transformer._detect_is_causal_mask
 
@@ -238,7 +236,7 @@ class FakeStep:
             transformer._detect_is_causal_mask = before
 
     def _record_held(self, returned: tuple[Any, ...]) -> None:
-        """Record tensors that live before backward outside of autograd's graph, such as inputs of checkpoints, except those `returned`."""
+        """Record the tensors that exist before backward though neither autograd's graph nor `returned` holds them."""
         known = {unit.allocation for unit in self.recorder.units} | set(self.recorder.weight_casts)
         known |= {self.timeline.find(tensor) for tensor in tensors_in(returned)}
         self.held = [
@@ -248,7 +246,6 @@ class FakeStep:
         ]
 
     def _record_initial_tensors(self, arguments: Arguments) -> None:
-        """Record what is allocated before the step: parameters, buffers and inputs."""
         for module in (self.model, self.loss_module):
             for name, p in module.named_parameters():
                 parts = inner_tensors(p) or {"": p}
@@ -265,9 +262,10 @@ class FakeStep:
 
     @contextmanager
     def _watched(self, module: nn.Module, outside: str, backward: ExitStack | None = None) -> Generator[None]:
-        """Return a context in which the tensors that `module` saves are recorded, under the name `outside` where no submodule saves them.
+        """Return a context that records the tensors that `module` saves, under names that begin with `outside`.
 
-        If reentrant checkpoints run layers again in backward, hooks stay until `backward` closes; None removes them at the context's end.
+        Its hooks stay until `backward` closes if reentrant checkpoints run layers again in backward; otherwise, and if it is None, they are
+        removed at the end of the context.
         """
         watch = Watch(module, lambda saved: self.recorder.saved(saved, outside=outside), on_enter=self.recorder.entered)
         watch.checkpoints.store_by(self.recorder.second_pass)
@@ -305,7 +303,7 @@ class FakeStep:
 
     @contextmanager
     def _explained(self, phase: str) -> Generator[None]:
-        """Return a context that adds module, phase and operation to errors that the model raises."""
+        """Return a context that adds the module, the phase and the last operation to errors of the model's code."""
         try:
             yield
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -341,15 +339,15 @@ class FakeStep:
         self.held = [allocation for allocation in self.held if allocation.owner is not Role.GRADIENT]  # made before backward
 
     def trained(self) -> list[tuple[str, Tensor]]:
-        """Return (name, parameter) of each parameter that has a gradient."""
+        """Return (name, parameter) of each parameter that got a gradient in the step."""
         return [(name, p) for name, role, p in self.initial_tensors if role is Role.WEIGHT and p.grad is not None]
 
 
 @contextmanager
 def signature_errors(model: nn.Module, arguments: Arguments, function: str) -> Generator[None]:
-    """Return a context that raises TraceError if the model's forward does not take the arguments.
+    """Return a context that turns a TypeError into a TraceError if forward of `model` cannot take `arguments`.
 
-    `function`: the name of the function that the user called, for the message.
+    `function` is the name of the function that the user called, for the message.
     """
     try:
         yield
@@ -363,7 +361,6 @@ def signature_errors(model: nn.Module, arguments: Arguments, function: str) -> G
 
 
 def _signature_fault(model: nn.Module, arguments: Arguments) -> str:
-    """Return why the forward of the model does not take these arguments; "" if it does."""
     try:
         signature = inspect.signature(model.forward)
     except ValueError:  # of a function without a signature
@@ -378,7 +375,7 @@ def _signature_fault(model: nn.Module, arguments: Arguments) -> str:
 
 
 def missing_loss(count: int, advice: str) -> str:
-    """Return the message for a step without a loss whose batch seems to end with the target.
+    """Return the error message for a step without a loss if the last of `count` parts of its batch may be the target.
 
     `advice` says how to give the loss.
     """
@@ -386,7 +383,7 @@ def missing_loss(count: int, advice: str) -> str:
 
 
 def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Return spans of time in order, with those joined that overlap or touch.
+    """Return spans (start, end) in order, with those joined that overlap or follow each other without a gap.
 
     >>> merged([(7, 9), (1, 4), (2, 3), (5, 5)])
     ((1, 5), (7, 9))
@@ -401,7 +398,7 @@ def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return the loss in the output of a model that is called without a loss function."""
+    """Return the loss that a model returned, as its output or as `.loss` of it; raise TraceError if there is none."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Tensor):
         loss = output
@@ -420,10 +417,10 @@ def _describe(value: Any) -> str:
 
 @contextmanager
 def _masks_by_values() -> Generator[None]:
-    """Return a context in which Hugging Face models can read the values of masks and positions.
+    """Return a context in which Hugging Face models read the values of masks and positions, as in a real step.
 
-    With fake tensors they would keep each mask, make a mask from positions that they count themselves, and repeat keys and values to match.
-    Here the values are known (tensor_values.py). Under torch.compile they are not, and compiled models do make these masks.
+    If they see fake tensors, these models drop no mask, make further masks from positions, and repeat keys and values. In this context they
+    read values that are known (tensor_values.py). Compiled models see fake tensors, and do make these masks.
     """
     module: Any = sys.modules.get(TRACING)
     before = getattr(module, IS_FAKE, None)
@@ -438,7 +435,6 @@ def _masks_by_values() -> Generator[None]:
 
 @contextmanager
 def _without_fake_tensor_log() -> Generator[None]:
-    """Return a context in which torch does not log errors of fake operations, which are raised too."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True

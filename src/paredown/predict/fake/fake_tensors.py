@@ -1,10 +1,10 @@
-"""A model on fake tensors, and the operations that it runs on the target device, for the time of a trace.
+"""Puts a model on fake tensors while it is traced, and makes operations run as they do on the target device.
 
 `with_fake_tensors` replaces parameters and buffers by fake CPU tensors of the same sizes and strides: tied ones stay tied, and models on
 the meta device are treated like any other. Whatever the forward pass does to its modules in the context (counters, caches, hooks, lists
 of weights of recurrent layers) is undone at the end, also after an error.
 
-`DeviceForms` runs on fake CPU tensors what a step runs on CUDA. A plain CPU trace of GPT-2 (16 x 1024) reports 40 GiB of saved tensors;
+`DeviceForms` runs a step's CUDA operations on fake CPU tensors. A plain CPU trace of GPT-2 (16 x 1024) reports 40 GiB of saved tensors;
 with these forms it reports what a GPU saves. Tables:
 
     FORMS       operations with another implementation on CUDA: attention, dropout, RNNs, rms_norm (batch norm and pooling save the same)
@@ -88,7 +88,7 @@ DEVICE_METHODS = frozenset({"cuda", "pin_memory", "record_stream"})  # tensor me
 
 
 class FakeTensors:
-    """A mapping from real tensors to fake CPU tensors, one for each real tensor."""
+    """Makes and remembers a fake CPU tensor for each tensor of a model, of the same size, strides and dtype."""
 
     def __init__(self) -> None:
         self.mode = ValuedFakeMode()
@@ -99,7 +99,7 @@ class FakeTensors:
         self._wrappers: dict[int, Tensor] = {}  # id -> tensor of another library's class, whose inner tensors are fake
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the fake CPU tensor for `tensor`; a fake tensor of this mode is returned itself."""
+        """Return the fake CPU tensor for `tensor`; if `tensor` is such a fake tensor itself, return it unchanged."""
         if (isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode) or id(tensor) in self._wrappers:
             return tensor
         pair = self._made.get(id(tensor))
@@ -132,7 +132,7 @@ class FakeTensors:
             return fake.requires_grad_(tensor.requires_grad)
 
     def _wrapped(self, tensor: Any) -> Tensor:
-        """Return a tensor of the same torchao class as `tensor`, whose inner tensors are fake."""
+        """Return a torchao tensor of the same class as `tensor` whose inner tensors are fake."""
         names, context = tensor.__tensor_flatten__()
         inner = {name: self.of(getattr(tensor, name)) for name in names}
         made = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
@@ -141,17 +141,17 @@ class FakeTensors:
         return made
 
     def batch(self, batch: Any) -> Any:
-        """Return `batch` with its tensors replaced by fake ones."""
+        """Return `batch` (any nest of containers) with fake tensors in place of its tensors."""
         return tree_map_only(Tensor, self.of, batch)
 
 
 def is_wrapper(tensor: Tensor) -> bool:
-    """Return whether a tensor is of a class of torchao that wraps inner tensors."""
+    """Return whether a tensor is of a torchao class that wraps inner tensors."""
     return type(tensor).__module__.partition(".")[0] in WRAPPER_LIBRARIES and is_traceable_wrapper_subclass(tensor)
 
 
 def inner_tensors(tensor: Any) -> dict[str, Tensor]:
-    """Return the tensors that a tensor of torchao wraps, by attribute; empty for other tensors."""
+    """Return the inner tensors of a torchao tensor by attribute name; {} for other tensors."""
     if not is_wrapper(tensor):
         return {}
     parts = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
@@ -164,7 +164,7 @@ def _flat(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise TraceError unless `model` is a module, not wrapped for several processes, whose tensors are of types that can be traced."""
+    """Raise TraceError if `model` is no module, is wrapped for several processes, or has untraceable tensors."""
     if not isinstance(model, nn.Module):
         raise TraceError(f"the model is a torch.nn.Module, not {type(model).__name__}: trace_step(model, batch, ...).")
     if type(model).__name__ in WRAPPERS:
@@ -188,9 +188,9 @@ def check_model(model: nn.Module) -> None:
 
 @contextmanager
 def with_fake_tensors(model: nn.Module, fakes: FakeTensors) -> Generator[None]:
-    """Return a context in which `model` has fake parameters and buffers.
+    """Return a context in which `model` has fake parameters and buffers; all its attributes are restored at the end.
 
-    paredown's hooks on modules are removed for that time, except those with `is_traced`.
+    Hooks that paredown put on modules are removed meanwhile, except those that are marked to run in a trace (`is_traced`).
     """
     modules = list(model.modules())
     states = [_state_of(module) for module in modules]
@@ -212,13 +212,12 @@ def with_fake_tensors(model: nn.Module, fakes: FakeTensors) -> Generator[None]:
 
 
 def _state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the attributes of a module, and copies of those that are containers."""
+    """Return the attributes of a module, and copies of the attributes that are dicts, lists or sets."""
     attributes = dict(vars(module))
     return attributes, {name: value.copy() for name, value in attributes.items() if isinstance(value, dict | list | set)}
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, Any]) -> None:
-    """Restore the attributes of a module, and the contents of those that are containers from `copies`."""
     current = vars(module)
     for name in [name for name in current if name not in attributes]:
         del current[name]
@@ -233,7 +232,7 @@ def _restore(module: nn.Module, attributes: dict[str, Any], copies: dict[str, An
 
 
 def _same(container: Any, copy: Any) -> bool:
-    """Return whether a dict or set still has the objects of its earlier copy, in the same order."""
+    """Return whether `container` (a dict or set) still has the same objects, in the same order, as its earlier copy."""
     if isinstance(container, set):
         return container == copy
     return len(container) == len(copy) and all(a == b and container[a] is copy[b] for a, b in zip(container, copy, strict=True))
@@ -241,9 +240,10 @@ def _same(container: Any, copy: Any) -> bool:
 
 @final
 class DeviceForms(TorchFunctionMode):
-    """A function mode in which operations on fake CPU tensors take the form that they have on `device`.
+    """A torch function mode in which operations on fake CPU tensors behave as they do on `device`.
 
-    With `in_graph`, torch.compile traces the operations: they are aten operations of CUDA, not stand-ins, and tensors are not replaced.
+    With `in_graph`, torch.compile traces the operations: then they are CUDA's aten operations, not stand-ins, and real tensors are not
+    replaced by fake ones.
     """
 
     def __init__(self, device: str, fakes: FakeTensors, *, in_graph: bool = False) -> None:
@@ -252,9 +252,8 @@ class DeviceForms(TorchFunctionMode):
         self._in_graph = in_graph
         self._fakes = fakes
         self._bodies: dict[Any, Callable[..., Any] | None] = {}
-        self._casts: dict[
-            tuple[int, torch.dtype], tuple[Tensor, Tensor]
-        ] = {}  # as autocast's cache: each parameter is cast once a step
+        # like autocast's cache: each parameter is cast once a step
+        self._casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -285,9 +284,9 @@ class DeviceForms(TorchFunctionMode):
         return func(*args, **kwargs) if result is NotImplemented else result
 
     def _body(self, func: FunctionType) -> Callable[..., Any] | None:
-        """Return a copy of a Python function of torch that calls this mode for the operations in its body.
+        """Return a copy of torch's Python function `func` whose inner operations reach this mode too.
 
-        None if `func` has no check for tensor overrides (CHECKS): then its operations reach the mode without a copy.
+        It is None if `func` has no check for tensor overrides (CHECKS), since then its operations reach the mode without a copy.
         """
         if func not in self._bodies:
             checks = [check for check in CHECKS if check in func.__code__.co_names]
@@ -300,7 +299,7 @@ class DeviceForms(TorchFunctionMode):
         return self._bodies[func]
 
     def _on_fake_cpu_tensors(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return arguments with fake tensors for real ones, and the CPU for any device."""
+        """Return an operation's arguments with fake tensors instead of real ones, and the CPU as any device."""
         if any(type(arg) is not FakeTensor and isinstance(arg, Tensor | list | tuple) for arg in (*args, *kwargs.values())):
             args, kwargs = tree_map_only(Tensor, self._fakes.of, (args, kwargs))
         if name == "to" or "device" in kwargs:
@@ -310,7 +309,7 @@ class DeviceForms(TorchFunctionMode):
     # --- autocast ---
 
     def _autocast(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return arguments as autocast on CUDA would cast them for the operation `name`."""
+        """Return the arguments of the operation `name`, cast as autocast on CUDA would cast them."""
         if not torch.is_autocast_enabled("cuda"):
             return args, kwargs
         if name in BANNED:
@@ -329,7 +328,10 @@ class DeviceForms(TorchFunctionMode):
         return args, kwargs
 
     def _cast(self, args: Any, kwargs: Any, dtypes: tuple[torch.dtype, ...], to: torch.dtype) -> tuple[Any, Any]:
-        """Return arguments with tensors of `dtypes` cast to the dtype `to`; casts of parameters are cached."""
+        """Return an operation's arguments with tensors of one of `dtypes` cast to the dtype `to`.
+
+        Casts of parameters are cached, as autocast does.
+        """
 
         def cast(tensor: Tensor) -> Tensor:
             if tensor.dtype not in dtypes or tensor.dtype is to:
@@ -347,10 +349,10 @@ class DeviceForms(TorchFunctionMode):
 
     @contextmanager
     def autocast(self, dtype: torch.dtype | None) -> Generator[None]:
-        """Return a context with autocast of the target device in `dtype`, off for None.
+        """Return a context with autocast of the target device in `dtype`; None turns autocast off.
 
-        Cached casts of parameters are freed at its end. It is off around backward, where checkpoints enter the autocast state of their
-        forward pass.
+        Cached casts of parameters are freed at its end. Use None around backward, where checkpoints set the autocast state of their forward
+        pass themselves.
         """
         if self._is_cuda:
             with cuda_autocast(dtype, self._casts.clear), device_ops.trl_kernels():
@@ -363,7 +365,6 @@ class DeviceForms(TorchFunctionMode):
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return the CPU if `value` is a device or the name of one, else `value`."""
     if isinstance(value, torch.device):
         return torch.device("cpu")
     if isinstance(value, str):
@@ -377,7 +378,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of scaled_dot_product_attention that decide which kernel runs."""
+    """The arguments of scaled_dot_product_attention that decide which kernel CUDA runs."""
 
     query: Tensor
     key: Tensor
@@ -390,12 +391,12 @@ class AttentionCall(NamedTuple):
 
     @property
     def facts(self) -> tuple[tuple[Any, ...], dict[str, bool]]:
-        """The positional and the keyword arguments with which functions of `device_ops` are called for this attention."""
+        """Return the (positional, keyword) arguments for functions of `device_ops` about this attention."""
         return (self.query, self.key, self.value, self.mask), {"causal": self.is_causal, "grouped": self.is_grouped}
 
 
 def _attention(fused: Callable[[AttentionCall], Any]) -> Callable[..., Any]:
-    """Return a function that runs scaled_dot_product_attention as CUDA does. `fused` returns None if CUDA has no kernel for a call."""
+    """Return a stand-in for scaled_dot_product_attention: `fused`, or where that returns None, unfused attention."""
 
     def form(
         query: Tensor,
@@ -422,7 +423,7 @@ def _described_attention(call: AttentionCall) -> Any:
 
 
 def _aten_attention(call: AttentionCall) -> Any:
-    """Return the output of the attention operation that CUDA runs in a graph; None if there is no fused kernel."""
+    """Return the output of the aten operation of the fused kernel that CUDA would select; None if there is none."""
     tensors, facts = call.facts
     kernel = device_ops.attention_kernel(*tensors, **facts)
     query, key, value, mask = tensors

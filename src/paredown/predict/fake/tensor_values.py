@@ -1,10 +1,10 @@
-"""Values of fake tensors, where a model's shapes or decisions depend on them: experts that select tokens, masks, `if x.max() > limit`.
+"""Gives fake tensors values where a model's shapes or decisions depend on them: experts that select tokens, masks, `if x.max() > limit`.
 
-Fake tensors have no values. `ValuedFakeMode` notes how small tensors are computed, and computes them when an operation needs values:
+Fake tensors have no values. `ValuedFakeMode` records how small tensors are computed, and computes them if an operation needs values:
 
-    batch, parameters and buffers          their own values, if they have any
-    what follows from them by operations   the same operations
-    anything else: large activations       assumed: normal numbers, and 1 for integers and booleans
+    batch, parameters and buffers          have their own values, if they have any
+    tensors computed from these            are computed by the same operations
+    other tensors: large activations       have assumed values: normal numbers, and 1 for integers and booleans
 
 So a router with random logits sends equal shares of the tokens to all experts, and all experts together get as many tokens as in a real
 step. A trace says where it assumed values (`places`).
@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-MAX_INTEGERS, MAX_FLOATS = 1 << 26, 1 << 17  # values of tensors whose computation is noted
-MAX_ASSUMED = 1 << 24  # values of a tensor of floating point that are drawn; larger ones are zeros
+MAX_INTEGERS, MAX_FLOATS = 1 << 26, 1 << 17  # most values of a tensor whose computation is recorded
+MAX_ASSUMED = 1 << 24  # most values of a float tensor that gets random values; larger tensors get zeros
 SEED = 0
 NUMBER = torch.ops.aten._local_scalar_dense.default
 GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
@@ -38,7 +38,7 @@ GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
 @final
 class Value:
-    """The value of one fake tensor, which is either known or the result of an operation on other values."""
+    """The value of one fake tensor: a real tensor, or how to compute one from other values when it is needed."""
 
     __slots__ = ("_arguments", "_function", "_inputs", "_result", "is_assumed")
 
@@ -56,11 +56,11 @@ class Value:
 
     @property
     def is_known(self) -> bool:
-        """Whether the value was computed already, or is a part of one that was."""
+        """Return whether the value was computed already, itself or as a part of another one."""
         return self._result is not None or (self._function is getitem and self._inputs[0].is_known)
 
     def tensor(self) -> Tensor:
-        """Return the value as a real tensor, computed once."""
+        """Return the value as a real tensor, which the first call computes."""
         pending = [self]
         while pending:
             value = pending[-1]
@@ -86,7 +86,7 @@ def _is_value(leaf: Any) -> bool:
 
 @final
 class ValuedFakeMode(FakeTensorMode):
-    """A mode of fake tensors that can also run operations that need values, such as `nonzero`."""
+    """A fake tensor mode that also runs operations whose result depends on values of tensors, such as `nonzero`."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -95,7 +95,7 @@ class ValuedFakeMode(FakeTensorMode):
         self.places: Counter[str] = Counter()  # modules in which assumed values were needed
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the fake result of an operation, and record how its value would be computed."""
+        """Return the fake result of the operation `func`, and record how its values could be computed."""
         kwargs = kwargs or {}
         inputs = self._inputs(args, kwargs) if func._schema.is_mutable else None  # before they are written to
         try:
@@ -109,16 +109,16 @@ class ValuedFakeMode(FakeTensorMode):
         return out
 
     def know(self, fake: Tensor, tensor: Tensor) -> None:
-        """Record that `tensor` has the value of `fake`; do nothing if it is large, or has no values itself."""
+        """Record that the fake tensor `fake` has the values of `tensor`, unless `tensor` is large or has no values."""
         if tensor.numel() <= MAX_ASSUMED and not tensor.is_meta and not isinstance(tensor, FakeTensor):
             self._values[fake] = Value(lambda: tensor.detach().cpu())
 
     def forget(self) -> None:
-        """Drop all recorded values, and the function `place`, which names the running module and refers to the step."""
+        """Drop all recorded values and the function `place`, so that what they refer to can be freed."""
         self._values, self.place = WeakTensorKeyDictionary(), str
 
     def array(self, fake: Tensor) -> Any:
-        """Return the value of a fake tensor as a NumPy array."""
+        """Return the values of a fake tensor as a NumPy array."""
         value = self._value(fake)
         self._count(value)
         with _computing():
@@ -129,7 +129,7 @@ class ValuedFakeMode(FakeTensorMode):
             self.places[self.place()] += 1
 
     def _number(self, value: Value) -> Any:
-        """Return the number in a tensor of one element."""
+        """Return the number that `value`, of a tensor of one element, holds."""
         self._count(value)
         if not value.is_known:
             with _computing():
@@ -138,7 +138,7 @@ class ValuedFakeMode(FakeTensorMode):
             return value.tensor().item()
 
     def _with_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation that needs values; return a number, or fake tensors of the sizes that result."""
+        """Run an operation whose result depends on values; return a Python number, or fake tensors."""
         if func is NUMBER:
             return self._number(self._value(args[0]))
         value = Value(_runs(func), self._inputs(args, kwargs))
@@ -154,16 +154,16 @@ class ValuedFakeMode(FakeTensorMode):
         return fake
 
     def _grouped_product(self, args: Any, kwargs: Any) -> Tensor:
-        """Return the fake result of a grouped matrix product, which torch implements for fake tensors only in bfloat16."""
+        """Return the fake result of a grouped matrix product in other dtypes than bfloat16, which torch lacks."""
         with self:
             halves = (torch.empty_strided(t.shape, t.stride(), dtype=torch.bfloat16) for t in args[:2])
             out = GROUPED_PRODUCT(*halves, *args[2:], **kwargs)
             return torch.empty_strided(out.shape, out.stride(), dtype=args[0].dtype)
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: Any) -> None:
-        """Record how the values of small outputs of an operation are computed from its inputs.
+        """Record how the values of an operation's outputs, if they are small, could be computed from its inputs.
 
-        `inputs`: their values before an operation that writes to them, else None.
+        `inputs` has the values of the inputs as they were before the operation if it writes to them; it is None for other operations.
         """
         if func._schema.name.removeprefix("aten::").removeprefix("new_").startswith("empty"):
             return
@@ -200,7 +200,7 @@ def _assumed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _runs(func: Any) -> Callable[..., Any]:
-    """Return a function that runs an operation on real values; inputs that the operation would change are copied before."""
+    """Return a function that runs the operation `func` on real values without changing its inputs."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if func._schema.is_mutable:
@@ -214,7 +214,7 @@ def _runs(func: Any) -> Callable[..., Any]:
 
 @contextmanager
 def _computing() -> Generator[None]:
-    """Return a context for operations on real values, without modes and gradients, with fixed random numbers."""
+    """Return a context for operations on real values: no modes of torch, no gradients, a fixed seed."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng(devices=()):
         torch.manual_seed(SEED)
         yield

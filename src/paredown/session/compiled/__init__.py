@@ -1,1 +1,1 @@
-"""A session inside the graphs of torch.compile: saved tensors of the graphs are packed as the plan requests."""
+"""Packs the saved tensors of torch.compile's graphs as the plan of a session requests."""

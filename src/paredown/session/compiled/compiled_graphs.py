@@ -1,4 +1,4 @@
-"""Compiled sessions: the plan of a session at work inside the graphs of torch.compile.
+"""Applies the plan of a session inside the graphs of torch.compile.
 
 `session.compile()` returns what `torch.compile(model)` returns, and each graph that it compiles packs what it saves for backward
 (graph_packing.py). The hooks of eager mode are removed: they would break the graphs. Names of slots, formats and pins are those of
@@ -42,7 +42,7 @@ NOT_SAVED = "the compiled graphs save no tensor of this name"
 
 
 class CompiledGraphs:
-    """The graphs that torch.compile made for one session: what each stores, their calls, and the bytes that are stored."""
+    """Compiles the model of one session, and keeps account of its graphs, their calls and the stored bytes."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class CompiledGraphs:
         )  # autograd node of a call: bytes it saved packed
 
     def compile(self, model: nn.Module, wrapper: nn.Module, **options: Any) -> Any:
-        """Return torch.compile(wrapper, **options) with packed graphs; `wrapper`: `model`, or DistributedDataParallel around it."""
+        """Return torch.compile(wrapper, **options), whose graphs pack what they save; `wrapper`: `model`, or DDP around it."""
         partitioner = PlanPartitioner(self.plan, self.seed, self._compiled, has_guard=self._signals is not None)
         inductor = inductor_of(options)
         backend = PlanBackend(self, partitioner, lambda: {id(p): name for name, p in model.named_parameters()}, inductor)
@@ -74,16 +74,16 @@ class CompiledGraphs:
 
     @property
     def decisions(self) -> dict[str, GraphDecision]:
-        """The decision how each saved tensor of all graphs is stored, by the name of its first slot."""
+        """Return how each saved tensor of all graphs is stored, by its first slot name (its name in eager mode)."""
         return {name: d for report in self.reports for d in report.decisions for name in d.slot.names[:1]}
 
     def format_of(self, name: str) -> Format | None:
-        """Return the format in which a slot is stored; None if it is not packed."""
+        """Return the format in which the saved tensor with the slot name `name` is stored; None if it is not packed."""
         decisions = (d for report in self.reports for d in report.decisions if name in d.slot.names)
         return next((d.format for d in decisions if d.format is not None), None)
 
     def changes(self) -> list[Change]:
-        """Return a row for each saved tensor that is not stored as requested, or one row if nothing was compiled."""
+        """Return a `Change` for each saved tensor not stored as requested, or just one if nothing was compiled."""
         if not self.reports and self.plan.packs_activations:
             return [Change("the model", "packed activations", UNMODIFIED, NOT_COMPILED)]
         decisions = self.decisions.items()
@@ -91,7 +91,7 @@ class CompiledGraphs:
         return [*rows, *self._not_recomputed()]
 
     def _not_recomputed(self) -> Iterator[Change]:
-        """Yield a row of changes for each slot that the plan recomputes and that a graph saves nevertheless, or that no graph has."""
+        """Yield a `Change` for each tensor that the plan recomputes, but that a graph saves or that no graph has."""
         refused = {name: reason for report in self.reports for name, reason in report.not_recomputed.items()}
         names = {*refused, *(name for report in self.reports for name in report.recomputed)}
         yield from (Change(name, RECOMPUTED, "saved", reason) for name, reason in refused.items())
@@ -103,7 +103,7 @@ class CompiledGraphs:
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of codes, scales and masks of all calls whose backward has not run yet.
+        """Return the bytes of codes, scales and masks of all calls whose backward has not run yet.
 
         If sizes are dynamic, these are the bytes for the sizes that a graph was compiled with.
         """
@@ -122,11 +122,11 @@ class CompiledGraphs:
         return self._steps[device].fill_(self.calls + 1)
 
     def _compiled(self, report: GraphReport, previous: GraphReport) -> None:
-        """Record what a newly compiled graph stores, in place of its earlier compilation."""
+        """Replace the report on a graph's `previous` compilation by `report`, which is on its new one."""
         self.reports = [*(other for other in self.reports if other is not previous), report]
 
     def on_call(self, report: GraphReport, outputs: Any, numbers: Tensor, num_calls: int) -> None:
-        """Count a call with gradients of the graph that `report` describes, which returned `outputs`.
+        """Count a call, with gradients, of the graph that `report` describes; the call returned `outputs`.
 
         `num_calls`: how often this graph was called so far. `numbers`: what it measured in this call.
         """

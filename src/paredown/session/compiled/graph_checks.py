@@ -1,4 +1,4 @@
-"""Numbers that compiled graphs measure at each call, and the slots that stay unmodified where they are too large.
+"""Makes compiled graphs measure numbers at each call; saved tensors stay unmodified where these numbers are too large.
 
 Logits of attention and statistics of norms (session/value_bounds.py) decide whether their operands may be packed. A graph writes them to a
 tensor, and `reason` of each check reads them after the call.
@@ -39,10 +39,10 @@ ENOUGH_NUMBERS = NUM_NUMBERS // 2  # the rest is for the signals of guards
 
 @dataclass(frozen=True)
 class GraphCheck:
-    """Numbers that a compiled graph measures, which decide whether the operands of an operation may be packed.
+    """Measures `count` numbers in a compiled graph that decide whether an operation's operands may be packed.
 
-    Checks of the same `kind` are measured together, by one call of `join` with the tensors of all of them; each check has `count` numbers.
-    `reason`: a function from these to a reason not to pack, or "".
+    `measure` gets the tensors of the nodes `sources`. Checks of the same `kind` are measured together, by one call of `join` with the
+    tensors that `measure` returned for all of them. `reason` is a function from the numbers to a reason not to pack the operands, or "".
     """
 
     kind: Hashable
@@ -62,8 +62,8 @@ def check_of(
 ) -> GraphCheck | None:
     """Return what to measure for an operation whose operands are packed; None if nothing needs to be measured.
 
-    `users`: the packed operands with their slots and formats. `forward`: the nodes of the forward graph by name. `in_memory`: a function
-    that returns a tensor with the strides with which a node's tensor is encoded. `max_ranges`: of a norm that is measured with others.
+    `users`: the packed operands with their slots and formats. `forward`: the nodes of the forward graph by name. `in_memory` returns a
+    tensor with the strides in which a node's tensor is encoded. `max_ranges`: a norm with more ranges is measured by itself.
     """
     if not users:
         return None
@@ -99,7 +99,10 @@ def statistics_of(
     forward: dict[str, fx.Node],
     in_memory: Callable[[fx.Node], Tensor],
 ) -> tuple[fx.Node, fx.Node, float] | None:
-    """Return the nodes (mean, rstd) and the eps of a norm if blocks of its packed input mix channels or rows; else None."""
+    """Return the nodes (mean, rstd) and the eps of a norm if blocks of its packed input mix channels or rows; else None.
+
+    The arguments are those of `check_of`.
+    """
     rstd = next((n for n in operation.nodes if n.target is torch.ops.aten.rsqrt.default), None)
     mean = next((n for n in operation.nodes if n.target is operator.getitem and n.args[1] == 1), None)
     if operation.row.op not in NORMS or rstd is None or mean is None:

@@ -1,4 +1,4 @@
-"""How the saved tensors of compiled graphs are stored: decisions, their report, and the facts about fake tensors that they depend on.
+"""States how saved tensors of compiled graphs are stored, and finds the facts about fake tensors that decide it.
 
 Sizes may be symbolic: `hint` is the size of the example that a graph was traced with.
 """
@@ -40,7 +40,7 @@ DYNAMIC = "its sizes are dynamic, more than one of them or in a way that blocks 
 
 @dataclass(frozen=True)
 class GraphDecision:
-    """The decision how one saved tensor of a compiled graph is stored: its format, or None and the reason."""
+    """States how one saved tensor of a compiled graph is stored: its format, or None and why it is not packed."""
 
     slot: GraphSlot
     asked: Format | None
@@ -53,10 +53,10 @@ class GraphDecision:
 
 @dataclass(frozen=True)
 class ValueCheck:
-    """Measured numbers of a compiled graph, and the slots that stay unmodified if these numbers are too large.
+    """Names saved tensors of a compiled graph that stay unmodified if certain measured numbers are too large.
 
-    `first`, `count`: where they are among the numbers of the graph. `reason`: a function from the numbers to a reason not to pack the
-    slots, or "" if the numbers are small enough.
+    `first`, `count`: the position of these numbers among all that the graph measures. `reason` is a function from them to a reason not
+    to pack the tensors, or "" if the numbers are small enough.
     """
 
     slots: tuple[GraphSlot, ...]
@@ -67,7 +67,7 @@ class ValueCheck:
 
 @dataclass
 class GraphReport:
-    """A report on one compiled graph: how each saved tensor is stored, and which numbers the graph measures."""
+    """Reports on one compiled graph: how each saved tensor is stored, and which numbers the graph measures."""
 
     decisions: list[GraphDecision]
     mask_bytes: int = 0
@@ -78,7 +78,7 @@ class GraphReport:
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of codes, scales and masks that one forward pass of the graph stores."""
+        """Return the bytes of codes, scales and masks that one forward pass of the graph stores."""
         return self.mask_bytes + sum(d.stored_bytes for d in self.decisions if d.format is not None)
 
 
@@ -96,7 +96,7 @@ def inverse_order(order: list[int]) -> list[int]:
 
 
 def obstacle(value: Tensor, format: Format, slot: GraphSlot) -> str:
-    """Return why a compiled graph cannot pack a tensor in `format`; "" if it can."""
+    """Return why a compiled graph cannot pack `value`, the fake tensor of a slot, in `format`; "" if it can."""
     if not graph_codec.covers(format):
         return NOT_COVERED.format(format)
     if _gaps(value):
@@ -129,12 +129,12 @@ def _gaps(value: Tensor) -> bool:
 
 
 def sizes_in_memory(value: Tensor, order: list[int]) -> list[int]:
-    """Return the sizes of a tensor in the order of its memory; -1 for a dynamic size."""
+    """Return the sizes of a fake tensor, its dimensions permuted to `order`; -1 for a dynamic size."""
     return [size if isinstance(size := value.shape[d], int) else -1 for d in order]
 
 
 def num_values(value: Tensor, codes: Tensor, format: Format | None) -> int:
-    """Return the number of values of a tensor; for dynamic sizes it is computed from the number of codes or of mask bytes."""
+    """Return the number of values of the fake tensor `value`, computed from the number of codes or mask bytes if dynamic."""
     numel = value.numel()
     width = format.element.width if format is not None else 1
     return numel if isinstance(numel, int) else codes.shape[0] * (8 // width) if width < 8 else codes.shape[0]
@@ -160,9 +160,9 @@ def fits_bits(value: Tensor) -> bool:
 
 
 def mask_codec(value: Tensor, order: list[int]) -> tuple[Callable[[Tensor], tuple[Tensor]], Callable[[Tensor], Tensor]]:
-    """Return two functions that encode and decode a boolean tensor: as bits where `fits_bits`, otherwise as a copy.
+    """Return two functions that encode and decode a boolean tensor: as bits if `fits_bits(value)`, otherwise as a copy.
 
-    `order`: the dimensions of the tensor as they lie in memory.
+    `order`: the dimensions of the tensor, the largest stride first.
     """
     if not fits_bits(value):
         return lambda x: (x.clone(),), lambda saved: saved.clone()

@@ -59,7 +59,7 @@ TOO_MANY_NUMBERS = (
 
 @dataclass(frozen=True)
 class GraphCodec:
-    """How one saved tensor is encoded in a graph, by `paredown::encode`.
+    """States how one saved tensor is encoded in a graph, by the operation `paredown::encode`.
 
     Inductor would fuse an encoding of 8-bit codes in aten operations into some kernels that read the same values, but steps of GPT-2, Llama
     and ViT-B/16 in 8 bits take as long or longer then, and compiling takes 1.9 to 2.0 instead of 1.3 to 1.4 times as long as without
@@ -73,7 +73,7 @@ class GraphCodec:
 
     @property
     def arguments(self) -> tuple[str, str, str, int, int]:
-        """The arguments of `paredown::encode` after its tensors."""
+        """Return the arguments of `paredown::encode` after its tensors."""
         overflow = default_overflow(self.format).value
         return str(self.format), self.rounding.value, overflow, self.seed, self.tensor_id
 
@@ -111,7 +111,7 @@ class GraphEditor:
         return any(other is node for other in self._returned[: self.num_outputs])
 
     def save_comparisons(self, packed: set[str], report: GraphReport) -> None:
-        """Save boolean tensors as bits, also those that backward would compute from packed tensors; `packed`: the names of these."""
+        """Save boolean tensors as bits, also comparisons that backward would make of the rounded tensors named in `packed`."""
         with_tangents = of_tangents(self.backward.graph)
         rounded = {node for name, node in self.placeholders.items() if name in packed}
         saved = [node for name, node in self.placeholders.items() if is_boolean(node) and self._is_saved(name)]
@@ -158,7 +158,7 @@ class GraphEditor:
             self._write_numbers(self._measure(lambda *t: pad(torch.cat(t), (0, NUM_NUMBERS - count)), nodes))
 
     def pack(self, node: fx.Node, codec: GraphCodec) -> int:
-        """Replace a saved tensor by its codes and scales in both graphs, and return the bytes of these."""
+        """Replace a saved tensor in both graphs by the codes and scales that `codec` makes, and return their bytes."""
         value: Tensor = node.meta["val"]
         old = self.placeholders.pop(node.name)
         place = next(i for i in range(self.num_outputs, len(self._returned)) if self._returned[i] is node)
@@ -187,9 +187,9 @@ class GraphEditor:
         RecomputedChains(self.backward.graph, of_tangents(self.backward.graph)).delay(self._scales, insert)
 
     def add_signals(self, measures: list[tuple[fx.Node, SlotMeasure]], report: GraphReport) -> None:
-        """Make forward measure the rounding errors of packed tensors for a guard.
+        """Make forward measure the rounding errors of packed tensors, for a guard that changes formats by them.
 
-        Tensors of dynamic sizes are left out; these numbers are the last of the graph's.
+        Tensors of dynamic sizes are left out; the errors are the last of the numbers that the graph measures.
         """
         found = [(node, m) for node, m in measures if node.name in self._parts and isinstance(node.meta["val"].numel(), int)]
         first, graph = NUM_NUMBERS - NUM_SIGNALS * len(found), self.forward.graph
@@ -231,7 +231,7 @@ class GraphEditor:
         return _call(graph, torch.ops.paredown.encode.default, [node, self._int_step], (order, *codec.arguments))
 
     def _decoded(self, parts: list[fx.Node], format: Format, value: Tensor, order: list[int], before: fx.Node) -> fx.Node:
-        """Insert the decoding of a tensor like `value`, encoded in `order`, into the backward graph; return its node."""
+        """Insert the decoding of `parts` (codes, scales) to a tensor like `value` into backward; return its node."""
         sizes, dims, dtype = sizes_in_memory(value, order), inverse_order(order), value.dtype
         if lowers(format, value.numel(), dtype):
             arguments = (parts, str(format), dtype, sizes, dims)
@@ -261,7 +261,7 @@ class GraphEditor:
         return _insert(graph, self._traces[key], arguments, before or _after(arguments), self._constants[graph])
 
     def _measure(self, function: Callable[..., Tensor], sources: list[fx.Node]) -> fx.Node:
-        """Insert `function` of the nodes `sources` at the end of the forward graph, and return the node of its result."""
+        """Insert a call of `function` on the nodes `sources` at the end of forward; return the result's node."""
         traced = _trace(lambda *t: (function(*t),), *(node.meta["val"] for node in sources))
         return _insert(self.forward.graph, traced, sources, self._output)[0]
 
@@ -303,7 +303,7 @@ class GraphEditor:
         return nbytes_of(parts[0])
 
     def _computed_in_forward(self, node: fx.Node) -> fx.Node:
-        """Return the forward node with the value of a backward node that depends on no tangent.
+        """Return the forward node that computes the same value as `node`, a backward node that depends on no gradient.
 
         If forward has no such node, the backward node is copied there.
         """
@@ -359,7 +359,7 @@ def _insert(
 ) -> list[fx.Node]:
     """Copy the nodes of a traced graph before a node of `graph`, and return the nodes of its outputs.
 
-    `constants`: nodes of `graph` that depend on no argument. They are not copied again, and new ones are added.
+    `arguments`: the nodes that the copies read. `constants`: copies of nodes that read none, by a key, to which new ones are added.
     """
     copies: dict[fx.Node, Any] = {}
     remaining, own = iter(arguments), set[fx.Node]()
@@ -386,7 +386,7 @@ def _insert(
 def _call(graph: fx.Graph, target: Any, tensors: list[fx.Node], others: tuple[Any, ...]) -> list[fx.Node]:
     """Insert a call of an operation that returns several tensors, behind its arguments, and return the nodes of the results.
 
-    `tensors`, `others`: its arguments that are nodes, and those after them.
+    `tensors`: the operation's arguments that are nodes. `others`: the arguments that follow them.
     """
     values: list[Tensor] = [node.meta["val"] for node in tensors]
     with values[0].fake_mode:  # type: ignore[attr-defined]
@@ -401,7 +401,7 @@ def _call(graph: fx.Graph, target: Any, tensors: list[fx.Node], others: tuple[An
 
 
 def _insert_call(graph: fx.Graph, target: Any, arguments: tuple[Any, ...], before: fx.Node) -> fx.Node:
-    """Insert a call of an operation that takes a list of tensors before a node, and return the node of the result."""
+    """Insert a call of `target`, which takes a list of tensors, in front of `before`; return the result's node."""
     values: tuple[Any, ...] = fx.map_arg(arguments, lambda node: node.meta["val"])
     with values[0][0].fake_mode, graph.inserting_before(before):
         call = graph.call_function(target, arguments)

@@ -62,7 +62,7 @@ from paredown.session.compiled.graph_decisions import (
     storage_of,
 )
 from paredown.session.compiled.graph_editor import GraphCodec, GraphEditor, of_tangents
-from paredown.session.compiled.graph_products import call_transposes
+from paredown.session.compiled.graph_products import finish_products
 from paredown.session.compiled.graph_signals import SlotMeasure
 from paredown.session.compiled.graph_slots import (
     GraphSlot,
@@ -103,13 +103,16 @@ INLINES = {"realize_opcount_threshold": 64}
 # Inductor keeps a freed buffer for a later one of its size where its own estimate of the peak allows it; packed ViT-B/16 peaks at 4.26 GiB
 # then and at 4.01 GiB without, in the same time: the caching allocator returns such memory as quickly, and to any buffer.
 FREES = {"allow_buffer_reuse": False}
+# Inductor compares the order of kernels with three others by its own estimate of the peak, which counts values that fused kernels never
+# write to memory: with FP8 products it took an order with a peak of 1.71 instead of 1.49 GiB (three layers of a 1B network).
+BY_LAST_OPERATION = {"_post_fusion_custom_pass": ByLastOperation(), "reorder_for_peak_memory": False}
 # Inductor reorders the loops of transposed writes so that it can fuse them into reductions along rows, where they are not coalesced.
 KEEPS_LOOPS = {"loop_ordering_after_fusion": False}
 
 
 @dataclass(frozen=True, eq=False)
 class PlanPartitioner(CustomPartitionerFn):
-    """A partitioner for torch.compile that splits joint graphs as torch does, and packs what forward saves."""
+    """Splits joint graphs of torch.compile into forward and backward, as its own partitioner does, and packs what is saved."""
 
     plan: Plan
     seed: int
@@ -132,7 +135,7 @@ class PlanPartitioner(CustomPartitionerFn):
         """Return the forward and the backward graph of the joint graph `gm`, with saved tensors packed."""
         if not self.plan.packs_activations:
             forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **options)
-            call_transposes(backward)
+            finish_products(backward)
             return forward, backward
         joint = joint_graph(gm, options, self.roots)
         forward, backward = partition(gm, joint_inputs, options)
@@ -158,15 +161,15 @@ class PlanPartitioner(CustomPartitionerFn):
             editor.add_signals([(node, SlotMeasure.of(d, self.seed)) for node, d in chosen if d.format is not None], report)
         editor.delay_recomputation()
         editor.finish()
-        call_transposes(backward)
+        finish_products(backward)
         group_casts(forward, backward)
         self.on_graph(report)
         return forward, backward
 
     def _recompute(self, editor: GraphEditor, joint: JointGraph, report: GraphReport) -> set[str]:
-        """Make backward recompute the saved tensors that the plan names, and return the names of the tensors that this needs.
+        """Make backward recompute the saved tensors that the plan names; return the names of tensors that this reads.
 
-        A plan names a tensor only if no other tensor has the same name.
+        A name in the plan that several saved tensors share selects none of them.
         """
         found, chosen = recomputable_tensors(editor.forward.graph, editor.num_outputs), dict[str, RecomputedTensor]()
         slots = {n: slot_of(editor.placeholders[n.name], joint) for n in editor.saved_floats() if n.name in joint.of_inputs}
@@ -212,9 +215,9 @@ class PlanPartitioner(CustomPartitionerFn):
         return [pair for pair in chosen if pair not in shared]
 
     def _decision(self, node: fx.Node, slot: GraphSlot, held: str) -> GraphDecision:
-        """Return the decision how a saved tensor is stored.
+        """Return how the saved tensor `node` is stored.
 
-        `held`: the reason why its memory stays allocated anyway, or "".
+        `held`: the reason why its memory stays allocated even if it is packed, or "".
         """
         value: Tensor = node.meta["val"]
         numel = hint(value.numel())
@@ -241,13 +244,13 @@ class PlanPartitioner(CustomPartitionerFn):
 
 
 def small_tensors(chosen: Sequence[tuple[fx.Node, GraphDecision]]) -> list[tuple[fx.Node, GraphDecision]]:
-    """Return the smallest of the tensors that a graph would pack on a GPU: as in eager mode, they are not worth a launch each."""
+    """Return the smallest of the `chosen` tensors on a GPU, which stay unmodified as packing costs a launch each."""
     largest = max_left_bytes([d.unmodified_bytes for _, d in chosen])
     return [(node, d) for node, d in chosen if node.meta["val"].is_cuda and d.unmodified_bytes <= largest]
 
 
 def joint_graph(gm: fx.GraphModule, options: dict[str, Any], roots: Mapping[str, str] | None = None) -> JointGraph:
-    """Return the operations of the model that are found in a joint graph; `options`: keyword arguments of the partitioner.
+    """Return the model's operations in the joint graph `gm`; `options`: keyword arguments of the partitioner.
 
     `roots`: the paths in the model of modules that are variables of the compiled function, such as {"self": "layers.3"}.
     """
@@ -280,7 +283,10 @@ def chains_to_save(backward: fx.Graph, bits: Mapping[str, float]) -> set[str]:
 
 @dataclass(frozen=True, eq=False)
 class PlanBackend:
-    """A backend of torch.compile: Inductor with a `PlanPartitioner`, and two more inputs of each graph (step counter, measured numbers)."""
+    """Compiles graphs by Inductor, as a backend of torch.compile, so that they pack the tensors which they save.
+
+    Each graph gets two more inputs: the step counter, and a tensor for the numbers that the graph measures.
+    """
 
     graphs: CompiledGraphs  # the current plan, seed and step counters
     partitioner: PlanPartitioner
@@ -288,7 +294,7 @@ class PlanBackend:
     inductor: Any  # torch's own backend, which resolved mode and options
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """Return a graph of Dynamo, to be compiled by Inductor with a plan at work."""
+        """Compile a Dynamo graph by Inductor, with packing of saved tensors; return the function that runs it."""
         return PackedGraph(self, gm, example_inputs)
 
     def roots(self, gm: fx.GraphModule, example_inputs: list[Any]) -> dict[str, str]:
@@ -320,7 +326,7 @@ class PlanBackend:
         formats = [format for format in plan.activation_formats if format is not None]
         has_few_bits = any(format.element.width < 8 for format in formats)
         loops = KEEPS_LOOPS if plan.multiplies else {}
-        order = {"_post_fusion_custom_pass": ByLastOperation()} if plan.packs_activations else {}
+        order = BY_LAST_OPERATION if plan.packs_activations else {}
         return {
             **loops,
             **order,
@@ -330,7 +336,7 @@ class PlanBackend:
 
 
 def inductor_of(options: dict[str, Any]) -> Any:
-    """Return torch's own backend for the given torch.compile options, and remove Inductor's options from them."""
+    """Return Inductor as a backend of torch.compile, set by those of the `options` that it takes, which are removed."""
     backend = options.pop("backend", "inductor")
     if backend != "inductor":
         raise ApplyError(
@@ -365,7 +371,7 @@ def _row_choices() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _more_inputs(graph: fx.Graph, examples: Sequence[Tensor]) -> Generator[None]:
-    """Return a context in which a graph of Dynamo has additional inputs at the end, of which `examples` are given."""
+    """Return a context in which a Dynamo graph has additional inputs at its end, one for each of `examples`."""
     added: list[fx.Node] = []
     for i, example in enumerate(examples):
         placeholders = graph.find_nodes(op="placeholder")

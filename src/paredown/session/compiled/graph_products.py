@@ -50,19 +50,19 @@ def rewrite_products(gm: fx.GraphModule, inputs: Sequence[Any], layers: ProductL
 
 
 def is_transpose(node: Any) -> bool:
-    """Return whether a node transposes a matrix of codes."""
+    """Return whether a node transposes a matrix of 8-bit codes."""
     return isinstance(node, fx.Node) and node.op == "call_function" and aten_name(node) == TRANSPOSED
 
 
 def _devices() -> tuple[str, ...]:
-    """Return the types of devices on which one operation transposes codes: the CPU, and CUDA if its kernels are available."""
+    """Return the device types with an operation to transpose 8-bit codes: the CPU, and CUDA if it has kernels."""
     return DEVICES if backend.find_kernels() is not None else tuple(device for device in DEVICES if device != "cuda")
 
 
 def _transpose(graph: fx.Graph, chain: Sequence[fx.Node]) -> fx.Node:
     """Insert one transpose that replaces a chain of operations (the last one first) into the graph, and return its node.
 
-    What forward has saved may be a view of the codes in the middle of the chain, in another order and dtype.
+    Forward may have saved a view from the middle of the chain, so that the first tensor has another order and dtype.
     """
     source, last = chain[-1].args[0], chain[0].meta["val"]
     assert isinstance(source, fx.Node)
@@ -77,14 +77,22 @@ def _transpose(graph: fx.Graph, chain: Sequence[fx.Node]) -> fx.Node:
     return call
 
 
-def call_transposes(backward: fx.GraphModule) -> None:
-    """Insert one operation for each transpose of codes in a backward graph, so that Inductor does not fuse it.
+def finish_products(backward: fx.GraphModule) -> None:
+    """Insert operations that Inductor does not fuse into backward: transposes of codes, and a shared tensor of ones.
 
-    On CUDA it fuses them into reductions; the operation is a kernel. On a CPU it fuses them with the decoding of a packed input, whose
-    blocks it makes a loop of, and fails where tokens and inputs differ in number (`try_loop_split` of torch 2.13, an AssertionError).
-    This is done after graphs are partitioned: the partitioner would save the result of an operation that it does not know.
+    Graphs are partitioned before that, since the partitioner would save the result of an operation that it does not know.
     """
-    graph = backward.graph
+    call_transposes(backward.graph)
+    share_ones(backward.graph)
+    backward.recompile()
+
+
+def call_transposes(graph: fx.Graph) -> None:
+    """Make each transpose of 8-bit codes in a backward graph one operation, which Inductor does not fuse.
+
+    On CUDA Inductor would fuse transposes into reductions; the operation is a kernel of its own. On a CPU it would fuse them with the
+    decoding of a packed input, and fail where tokens and inputs differ in number (`try_loop_split` of torch 2.13, an AssertionError).
+    """
     for node in list(graph.nodes):
         is_last = is_transpose(node) and not any(is_transpose(user) for user in node.users)
         if not is_last or node.meta["val"].device.type not in _devices():
@@ -98,4 +106,18 @@ def call_transposes(backward: fx.GraphModule) -> None:
         for one in chain:
             if not one.users:
                 graph.erase_node(one)
-    backward.recompile()
+
+
+def share_ones(graph: fx.Graph) -> None:
+    """Make all products of a graph read the same tensor of ones as the scales that their second operand lacks.
+
+    A tensor of one number has no memory until Inductor writes it, which it would do for each product: 7 launches for each layer.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.full.default):
+        products = [user for user in node.users if user.target is torch.ops.aten._scaled_mm.default]
+        if len(products) > 1:
+            with graph.inserting_after(node):
+                ones = graph.call_function(torch.ops.paredown.in_memory.default, (node,))
+            ones.meta = dict(node.meta)
+            for product in products:
+                product.replace_input_with(node, ones)

@@ -28,14 +28,14 @@ NUM_SIGNALS = 2  # numbers of one slot
 
 @dataclass(frozen=True)
 class GraphSignal:
-    """The slots of one saved tensor, and the position of its two measured numbers among those of the graph."""
+    """Locates two numbers, rounding error and largest value, that a graph measures of the saved tensor with the slots `names`."""
 
     names: tuple[str, ...]
     first: int
 
 
 def sampled(flat: Tensor, format: Format) -> Tensor:
-    """Return at most SAMPLE values of a 1-D tensor, in whole blocks at even distances.
+    """Return at most SAMPLE values of a 1-D tensor, in whole blocks of `format` at even distances.
 
     >>> sampled(torch.arange(16384), Format.parse("int8/64@bf16"))[[0, 63, 64, 128]].tolist()
     [0, 63, 256, 512]
@@ -50,7 +50,7 @@ def sampled(flat: Tensor, format: Format) -> Tensor:
 
 @dataclass(frozen=True)
 class SlotMeasure:
-    """A function that measures the rounding error and the largest value of one packed tensor in a graph."""
+    """Measures, in a call of a compiled graph, the rounding error and the largest value of one packed tensor."""
 
     slot: GraphSlot
     format: Format
@@ -59,11 +59,11 @@ class SlotMeasure:
 
     @staticmethod
     def of(decision: Any, seed: int) -> SlotMeasure:
-        """Return the measure of a tensor that is packed by the decision `decision`."""
+        """Return the function that measures a tensor which is packed in the format and rounding of `decision`."""
         return SlotMeasure(decision.slot, decision.format, decision.rounding, seed)
 
     def __call__(self, flat: Tensor, step: Tensor, *parts: Tensor) -> Tensor:
-        """Return [error, largest magnitude] of a 1-D tensor; `parts` are its codes and scales."""
+        """Return rounding error and largest magnitude of `flat`, whose codes and scales are `parts`; `step`: the step counter."""
         exact = sampled(flat, self.format)
         tensor_id = crc32(self.slot.names[0].encode()) if self.slot.names else 0
         names = str(self.format), self.rounding.value, default_overflow(self.format).value

@@ -1,4 +1,4 @@
-"""Which slot a saved tensor of a compiled graph is, and what backward needs of it.
+"""Finds the slots of a compiled graph's saved tensors (their names in eager mode), and what backward needs of them.
 
 torch.compile traces forward and backward into one joint graph of aten operations, then partitions it. Each node keeps `seq_nr`, the number
 of the autograd operation that it belongs to (the same in forward and backward), `original_aten`, the operation before decomposition, and
@@ -71,7 +71,7 @@ _PATH = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 
 @dataclass(frozen=True)
 class GraphSlot:
-    """A saved tensor of a compiled graph: the slot names that it has in eager mode, and what backward needs of it.
+    """Describes a saved tensor of a compiled graph: its slot names in eager mode, and what backward needs of it.
 
     `reason`: why backward needs it exactly, "" if it does not.
     """
@@ -84,7 +84,7 @@ class GraphSlot:
 
 @dataclass
 class JointGraph:
-    """The operations of the model in a joint graph, by node name; the partitioned graphs keep the names."""
+    """Holds the model's operations that were found in a joint graph of forward and backward."""
 
     operations: dict[int, GraphOperation] = field(default_factory=dict)  # by seq_nr
     numbers: dict[str, int] = field(default_factory=dict)  # seq_nr of every node
@@ -93,7 +93,7 @@ class JointGraph:
 
 @dataclass
 class GraphOperation:
-    """An operation of the model in a joint graph: its row in the table of operations, its module, and its nodes."""
+    """Describes a model's operation in a joint graph: its row in the table of operations, its module and nodes."""
 
     aten: str
     row: OperationRow
@@ -113,8 +113,8 @@ def read_joint_graph(
 ) -> JointGraph:
     """Return the model's operations in a joint graph; `parameters` are its placeholders of parameters and buffers.
 
-    `unique`: the names of the nodes that remain when the partitioner merges equal nodes; operations are given these. `roots`: paths in
-    the model of the modules that are variables of the compiled function, such as {"self": "layers.3"}.
+    `unique`: the names of the nodes that remain when the partitioner merges equal nodes; operations are given with these nodes. `roots`:
+    paths in the model of the modules that are variables of the compiled function, such as {"self": "layers.3"}.
     """
     joint, constant = JointGraph(), set(parameters)
     counts: dict[tuple[str, str], int] = {}
@@ -142,9 +142,9 @@ def read_joint_graph(
 
 
 def _equal_nodes(graph: fx.Graph, unique: Set[str]) -> dict[fx.Node, fx.Node]:
-    """Return which node replaces each node when the partitioner merges equal operations.
+    """Return, for each node, the node that replaces it when the partitioner merges equal operations.
 
-    A node replaces itself if its name is in `unique`.
+    Nodes with a name in `unique` are not replaced.
     """
     found: dict[fx.Node, fx.Node] = {}
     first: dict[tuple[Any, str], fx.Node] = {}
@@ -164,7 +164,7 @@ def is_backward(node: fx.Node) -> bool:
 
 
 def slot_of(saved: fx.Node, joint: JointGraph) -> GraphSlot:
-    """Return the slot that a saved tensor of a compiled graph is, given its placeholder in the backward graph."""
+    """Return a saved tensor's slot names and what backward needs of it, given its placeholder in backward."""
     uses = list(_uses(saved, joint))
     names = tuple(dict.fromkeys(name for _, name, _, _ in sorted(uses, key=lambda use: use[0])))
     exact = next((reason for _, _, needs, reason in uses if needs.use is Use.EXACT), "")
@@ -215,9 +215,9 @@ def _uses(saved: fx.Node, joint: JointGraph) -> Iterator[FoundUse]:
 
 @dataclass(frozen=True, eq=False)
 class Reached:
-    """A value that backward computes from a saved tensor.
+    """Describes a value that backward recomputes from a saved tensor, and how the search reached it.
 
-    `number`: the seq_nr of its operation. `entry`: the input of that operation on the way from the saved tensor.
+    `number`: the seq_nr of the operation that computes it. `entry`: the input of this operation that depends on the saved tensor.
     """
 
     value: fx.Node
@@ -288,7 +288,7 @@ def _operand(value: fx.Node, user: fx.Node, operation: GraphOperation) -> Operan
 
 
 def _input(value: fx.Node, operation: GraphOperation, inputs: list[tuple[str, Operand]]) -> Operand:
-    """Return the operand of `operation` that `value` is; if it is several, the one that allows the least rounding."""
+    """Return the operand of `operation` that `value` is; if it is several, the one that allows least rounding."""
     second = [node for node in operation.nodes if len(node.args) > 1 and _is_same(node.args[1], value)]
     first = [node for node in operation.nodes if node.args and _is_same(node.args[0], value)]
     named = dict(inputs)

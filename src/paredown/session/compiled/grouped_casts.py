@@ -30,9 +30,9 @@ MAX_GROUP = 64  # casts in a kernel, each with two addresses and a size as argum
 
 
 def group_casts(*modules: fx.GraphModule) -> None:
-    """Make one call of the casts of weights that each graph uses one after the other, and of those of gradients.
+    """Join neighbouring casts of weights in each graph into one call, and neighbouring casts of gradients into another.
 
-    On a CPU a kernel costs no launch. With autotuned products Inductor may fuse casts of gradients into them.
+    Nothing is joined on a CPU, where a kernel costs no launch, or with autotuned products, into which Inductor may fuse casts of gradients.
     """
     if inductor_config.max_autotune or inductor_config.max_autotune_gemm:
         return
@@ -43,7 +43,7 @@ def group_casts(*modules: fx.GraphModule) -> None:
 
 
 def group_casts_of(graph: fx.Graph) -> None:
-    """Make one call of neighbouring casts of weights in a graph, and of neighbouring casts of gradients."""
+    """Join neighbouring casts of weights in a graph into single calls, and neighbouring casts of gradients too."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     casts = [node for node in graph.find_nodes(op="call_function", target=CAST) if node.all_input_nodes and _has_fixed_sizes(node)]
     gradients = [node for node in casts if _is_gradient(node)]
@@ -77,7 +77,7 @@ def _has_fixed_sizes(node: fx.Node) -> bool:
 def _groups(casts: Sequence[fx.Node], nbytes: Callable[[fx.Node], int]) -> Iterator[list[fx.Node]]:
     """Yield casts to one dtype on one device in groups of two or more, neighbours together.
 
-    Equal layers get equal groups, of one layer or of several, so that they share a compiled kernel; what is left at the end is one group.
+    Equal layers get equal groups, of one layer or of several, so that they share a compiled kernel; the remaining casts are one group.
     """
     kinds = {node: (node.meta["val"].dtype, node.meta["val"].device) for node in casts}
     for kind in dict.fromkeys(kinds.values()):
@@ -95,7 +95,9 @@ def _groups(casts: Sequence[fx.Node], nbytes: Callable[[fx.Node], int]) -> Itera
 
 
 def _end_of_layers(signs: Sequence[Hashable], start: int, limit: int) -> int:
-    """Return the end of a group that begins at `start`: as many equal layers as end before `limit`, or all before the first layer.
+    """Return where a group of casts from `start` ends: after several equal layers, or before the first of them.
+
+    `signs`: shape and strides of each cast; equal layers are equal runs of signs. `limit`: the largest end of a group.
 
     >>> [_end_of_layers("abcdcdcdcd", start, limit) for start, limit in ((0, 7), (2, 7), (6, 10))]
     [2, 6, 10]
@@ -114,7 +116,7 @@ def _end_of_layers(signs: Sequence[Hashable], start: int, limit: int) -> int:
 
 
 def _join(casts: Sequence[fx.Node], before: fx.Node) -> None:
-    """Replace casts to one dtype by one call before the node `before`."""
+    """Replace casts to one dtype by a single call of `paredown::cast_all`, in front of the node `before`."""
     graph, values = before.graph, [node.meta["val"] for node in casts]
     with graph.inserting_before(before):
         call = graph.call_function(CAST_ALL, ([node.all_input_nodes[0] for node in casts], values[0].dtype))

@@ -1,9 +1,9 @@
-"""The order of Inductor's kernels in packed graphs, and which of them hold rows in registers.
+"""Chooses the order of Inductor's kernels in packed graphs, and lets more kernels hold rows in registers.
 
 The order is that of the graph, by the last operation of each kernel. Inductor sorts fused kernels by their first operation. A kernel that
 adds up gradients of all layers, such as that of the condition of adaptive norms, then pulls all of backward in front of the gradients of
-weights, and what these read stays in memory: decoded tensors of all layers, 2.5 of 6.2 GiB of a DiT in 8 bits. Inductor then compares this
-order with others by its own estimate of the peak.
+weights, and what these read stays in memory: decoded tensors of all layers, 2.5 of 6.2 GiB of a DiT in 8 bits.
+Inductor's comparison of orders by its own estimate of the peak is switched off (graph_packing.py).
 
     operations   a1 s1 w1 a2 s2 w2        a: gradient of activations, w: of weights, s: a term of a sum, s1 + s2 one kernel
     by first     a1 a2 s1+s2 w1 w2
@@ -39,7 +39,7 @@ SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  
 
 @final
 class ByLastOperation(SchedulerPass):
-    """A pass of Inductor that orders kernels by their last operations, to lower the peak of backward."""
+    """Orders kernels by their last operations, as a pass of Inductor, to lower the peak of backward."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         """Return the kernels of a backward graph in the order of their last operations; in a forward graph, unchanged."""
@@ -83,7 +83,7 @@ def sorted_by_last(sources: Mapping[Node, Collection[Node]], last: Mapping[Node,
 
 @final
 class RowsInRegisters(InductorChoices):
-    """A replacement for Inductor's choices of kernels that lets kernels hold longer rows in registers."""
+    """Replaces Inductor's choices of kernels, so that kernels hold longer rows in registers."""
 
     @staticmethod
     def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:

@@ -1,4 +1,4 @@
-"""How Inductor compiles the operations of this library, such as `paredown::encode` and `paredown::decode`.
+"""Tells Inductor how to compile this library's operations, such as `paredown::encode` and `paredown::decode`.
 
 Decode and unpack are pointwise operations, which it fuses into their readers. Each value is computed from its place i, in the layout of
 codec/reference.py:
@@ -59,7 +59,7 @@ _through_dispatcher = {
 
 
 def lowers(format: Format, numel: Any, dtype: torch.dtype) -> bool:
-    """Return whether this file's lowering of `decode` handles a format: integers in whole blocks to float32 or bfloat16."""
+    """Return whether `decode` in this module can lower a format: integers in whole blocks, decoded to float32 or bfloat16."""
     if format.block is None or format.scale is None or format.scale.name not in SCALES or dtype is torch.float16:
         return False
     is_integer = format.element.kind in (ElementKind.INT, ElementKind.UINT)
@@ -68,9 +68,9 @@ def lowers(format: Format, numel: Any, dtype: torch.dtype) -> bool:
 
 @register_lowering(torch.ops.paredown.decode.default, type_promotion_kind=None)
 def decode(parts: Sequence[Any], format: str, dtype: torch.dtype, *layout: Any) -> Any:
-    """Return the lowering of `paredown::decode` to a pointwise operation, which Inductor fuses.
+    """Lower `paredown::decode` to a pointwise operation, which Inductor fuses with the operations that read its result.
 
-    `layout`: the sizes in memory order and the dimensions by which they are permuted.
+    `parts`: codes, scales and minimums. `layout`: the sizes in memory order and the dimensions by which they are permuted.
     """
     how = Format.parse(format)
     load, code = parts[0].make_loader(), _code_loader(parts[0], how)
@@ -91,7 +91,7 @@ def decode(parts: Sequence[Any], format: str, dtype: torch.dtype, *layout: Any) 
 
 @register_lowering(torch.ops.paredown.unpack_bits.default, type_promotion_kind=None)
 def unpack_bits(bits: Any, *layout: Any) -> Any:
-    """Return the lowering of `paredown::unpack_bits`: booleans from a mask with eight in each byte."""
+    """Lower `paredown::unpack_bits`, which unpacks a mask with eight booleans in each byte, to a pointwise operation."""
     load = bits.make_loader()
 
     def value(i: Any) -> Any:
@@ -151,13 +151,20 @@ def _pointwise(source: Any, dtype: torch.dtype, value: Callable[[Any], Any], siz
 
 @register_lowering(torch.ops.paredown.cast_all.default, type_promotion_kind=None)
 def cast_all(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    """Return the lowering of `paredown::cast_all`: a pointwise operation for each tensor, and one kernel for all of them on a GPU."""
+    """Lower `paredown::cast_all` to a pointwise operation for each tensor, and on a GPU one kernel for all of them."""
     results = [to_dtype(tensor, dtype) for tensor in tensors]
     if V.graph.has_feature(results[0].get_device(), BackendFeature.FOREACH):
         for result in results:
             result.realize()
         V.graph.register_operation_list([result.get_operation_name() for result in results])
     return results
+
+
+@register_lowering(torch.ops.paredown.in_memory.default, type_promotion_kind=None)
+def in_memory(x: Any) -> Any:
+    """Lower `paredown::in_memory`: return `x`, which is then written to memory once for all operations that read it."""
+    x.realize()
+    return x
 
 
 # --- encode ---------------------------------------------------------------------------------------------------------------------------
@@ -182,7 +189,7 @@ def encoder(*arguments: Any) -> Callable[..., None]:
 
 @register_lowering(OPERATOR, type_promotion_kind=None)
 def encode(x: Any, step: Any, order: Sequence[int], *options: Any) -> Any:
-    """Return the lowering of `paredown::encode`: [codes, scales] or [codes, scales, minimums].
+    """Lower `paredown::encode` to a call that writes the buffers [codes, scales] or [codes, scales, minimums].
 
     The call reads the memory of `x`. If the layout of `x` is still open, its dimensions are laid out in `order`; otherwise it is copied.
     """
@@ -211,7 +218,7 @@ def column_quantizer(*sizes: Any) -> Callable[..., None]:
 
 
 def transposer(rows: int, columns: int) -> Callable[..., None]:
-    """Return the function that generated code calls to transpose codes, f(codes, out)."""
+    """Return the function that generated code calls to transpose a matrix of codes, f(codes, out)."""
     kernels = backend.find_kernels()
     assert kernels is not None
     return kernels.transposer(rows, columns)
@@ -223,7 +230,7 @@ def _has_kernels(x: Any) -> bool:
 
 @register_lowering(COLUMNS, type_promotion_kind=None)
 def quantize_columns(g: Any, factors: Any, element: str) -> Any:
-    """Return the lowering of `paredown::quantize_columns`, the buffers [codes, scales]."""
+    """Lower `paredown::quantize_columns` to a call of its kernel where it has one; return the buffers [codes, scales]."""
     if not _has_kernels(g):
         return _through_dispatcher[COLUMNS](g, factors, element)
     (rows, columns), device = map(int, g.get_size()), g.get_device()
@@ -236,7 +243,7 @@ def quantize_columns(g: Any, factors: Any, element: str) -> Any:
 
 @register_lowering(TRANSPOSED, type_promotion_kind=None)
 def transposed_codes(codes: Any) -> Any:
-    """Return the lowering of `paredown::transposed_codes`, a call of the operation or of its kernel.
+    """Lower `paredown::transposed_codes`, a transpose of 8-bit codes, to a call of its kernel where it has one.
 
     Torch 2.13 would not make the call by itself, because the operation has a decomposition too.
     """
@@ -253,7 +260,7 @@ def transposed_codes(codes: Any) -> Any:
 
 
 def _is_known(sizes: Sequence[Any]) -> bool:
-    """Return whether generated code can call a kernel directly, since all sizes are numbers."""
+    """Return whether all sizes are numbers, so that generated code can call a kernel directly."""
     return not V.graph.cpp_wrapper and all(getattr(size, "is_Integer", isinstance(size, int)) for size in sizes)
 
 
@@ -263,7 +270,10 @@ def _empty(device: Any, dtype: torch.dtype, *size: int) -> Any:
 
 @final
 class KernelCall(ExternKernel):
-    """A node of Inductor that calls a function made by `make(*arguments)` on inputs and on outputs, which it writes."""
+    """Makes Inductor's generated code call a function on `inputs` and on `outputs`, the buffers that the function writes.
+
+    The function is what `make(*arguments)` returns, where `make` names a function of this module.
+    """
 
     def __init__(self, make: str, arguments: tuple[Any, ...], inputs: list[Any], outputs: list[Any]) -> None:
         self.make, self.arguments, self.device = make, arguments, outputs[0].get_device()

@@ -1,4 +1,4 @@
-"""In which order the tensors of a forward graph lie in memory once Inductor has compiled it.
+"""Predicts the memory order of a forward graph's tensors, once Inductor has compiled the graph.
 
 The result of an eager operation has the strides of its first operand, and fake tensors follow that. Inductor lets all operands of a kernel
 vote on each pair of dimensions, and takes the order of the dimensions where the vote is a tie:
@@ -33,7 +33,7 @@ Strides = tuple[int, ...]
 
 
 class MemoryOrders:
-    """The dimensions of each tensor of a forward graph in the order of decreasing strides."""
+    """Predicts in which order each tensor of a forward graph lies in memory, since packed tensors are encoded in this order."""
 
     def __init__(self, forward: fx.GraphModule) -> None:
         self._strides: dict[fx.Node, Strides] = {}
@@ -42,9 +42,9 @@ class MemoryOrders:
             self._find(node)
 
     def of(self, node: fx.Node, saved: fx.Node | None = None) -> list[int]:
-        """Return the order of a node's dimensions. `saved`: its placeholder in the backward graph, if forward saves it.
+        """Return a node's dimensions, the largest stride first. `saved`: the node's placeholder in backward, if it is saved.
 
-        Operations that Inductor calls, such as attention, get the strides of the graph in backward.
+        A saved tensor that a library kernel such as attention reads in backward has the strides that the graph states.
         """
         value: Tensor = node.meta["val"]
         if node not in self._strides or (saved is not None and node not in self._channels_last and _has_fixed_strides(saved)):
@@ -52,7 +52,7 @@ class MemoryOrders:
         return memory_order(self._like(value, self._strides[node]))
 
     def tensor(self, node: fx.Node) -> Tensor:
-        """Return a tensor on the meta device that lies in memory as a node's tensor does."""
+        """Return a tensor on the meta device with the strides that the tensor of a node will have."""
         value: Tensor = node.meta["val"]
         return self._like(value, self._strides[node]) if node in self._strides else value
 
@@ -144,7 +144,7 @@ def _has_fixed_strides(saved: fx.Node) -> bool:
 
 
 def _channels_last(forward: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes that Inductor lays out in channels_last where they have four dimensions; none if it keeps all layouts."""
+    """Return the nodes whose 4-dimensional tensors Inductor lays out in channels_last; none if it keeps all layouts."""
     nodes = list(forward.graph.nodes)
     if not GraphLowering.decide_layout_opt(forward, is_inference=False):
         return set()

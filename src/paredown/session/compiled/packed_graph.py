@@ -1,6 +1,6 @@
-"""One compiled graph at the time of its calls: it is compiled again without packing some slots where their values turn out too large.
+"""Runs a compiled graph, and compiles it again if values of saved tensors are too large to pack.
 
-On a CPU the numbers that a graph measures are read after every call; on a GPU after the first call of each compilation, and later ones
+On a CPU the numbers that a graph measures are read after every call; on a GPU after the first call of each compilation, and later
 asynchronously.
 """
 
@@ -27,7 +27,7 @@ MAX_BUFFER = 1 << 20  # values of a buffer that a repeated first call sets back
 
 
 class PackedGraph:
-    """A compiled graph that compiles itself again without packing some slots if their values are too large for their formats."""
+    """Runs a compiled graph, and compiles it again without packing saved tensors whose values are too large."""
 
     def __init__(self, backend: PlanBackend, gm: fx.GraphModule, example_inputs: list[Any]) -> None:
         self._backend, self._gm = backend, gm
@@ -49,7 +49,7 @@ class PackedGraph:
         self._compiled = self._compile(example_inputs)
 
     def __call__(self, *args: Any) -> Any:
-        """Run the graph and return its outputs."""
+        """Run the graph and return its outputs; compile it again if the plan, the seed or the values require this."""
         is_fake = any(isinstance(arg, FakeTensor) for arg in args)  # DDP splits graphs, and calls each part with fake tensors first
         if is_fake or not torch.is_grad_enabled():
             return self._outputs(self._compiled(*args, *self._added), args)
@@ -91,9 +91,9 @@ class PackedGraph:
         return self._compile(inputs)
 
     def _must_compile_again(self, *, is_read: bool) -> bool:
-        """Return whether measured numbers forbid packing a slot that the graph packs.
+        """Return whether the measured numbers forbid packing a saved tensor that the graph packs.
 
-        `is_read`: read the numbers of this call. Otherwise, on a GPU, the numbers of an earlier call are used, without synchronizing.
+        `is_read`: whether to read the numbers of this call; if not, those of an earlier call are used, without synchronizing with the GPU.
         """
         checks, numbers = self._report.checks, self._added[1]
         if not checks:
@@ -114,7 +114,7 @@ class PackedGraph:
 
 
 class Snapshot:
-    """A copy of the random number generators and small buffers that a call of a graph changes, from which the call can be repeated."""
+    """Copies the random states and small buffers that a call of a graph changes, so that it can be repeated."""
 
     def __init__(self, args: Sequence[Any]) -> None:
         tensors = [t for t in args if isinstance(t, Tensor) and not t.requires_grad and t.numel() <= MAX_BUFFER]

@@ -33,7 +33,7 @@ MIN_GAIN = 2.0  # bytes that are in memory early over bytes stored instead
 
 
 class RecomputedChains:
-    """The tensors that backward recomputes from packed ones and that operations read from memory.
+    """Finds tensors that backward recomputes and writes to memory: some should be saved instead, others delayed.
 
     `of_tangents`: the nodes that depend on tangents (the gradients of the outputs).
     """
@@ -62,10 +62,10 @@ class RecomputedChains:
         return found
 
     def delay(self, scales: set[fx.Node], insert: Callable[..., fx.Node]) -> None:
-        """Make Inductor wait with each recomputed tensor until the operation that uses it has its gradient.
+        """Make Inductor compute each recomputed tensor only once the operation that uses it has its gradient.
 
-        Tensors of chains, and those that share a kernel with others, are excepted. `scales`: placeholders of the scales of packed
-        tensors. `insert(function, arguments, before)` inserts a traced function.
+        Tensors that are recomputed from each other or share a kernel with others are left out. `scales`: placeholders of the scales of
+        packed tensors. `insert(function, arguments, before)` inserts a traced function into the graph.
         """
         chained = set[fx.Node]().union(*self._chains())
         for tensor in sorted(self._tensors - chained, key=self._order.__getitem__):
@@ -85,7 +85,7 @@ class RecomputedChains:
                         user.replace_input_with(node, copies[node])
 
     def _is_shared(self, cone: Iterable[fx.Node], users: set[fx.Node], first: fx.Node) -> bool:
-        """Return whether a kernel might compute `cone` early, for users other than `users`, before the node `first` is computed."""
+        """Return whether nodes other than `users` read results of the operations `cone`, and may run before the node `first`."""
         nodes = {*cone, *users}
         others, after = {user for node in cone for user in node.users} - nodes, {first}
         last = max(map(self._order.__getitem__, others), default=-1)
@@ -97,7 +97,7 @@ class RecomputedChains:
         return not others <= after
 
     def _copy(self, nodes: Iterable[fx.Node], copies: dict[fx.Node, fx.Node], before: fx.Node) -> None:
-        """Copy nodes before a node; `copies` maps nodes to their copies."""
+        """Insert copies of `nodes` in front of the node `before`, and record the copy of each node in `copies`."""
         with self._graph.inserting_before(before):
             for node in nodes:
                 copies[node] = self._graph.node_copy(node, lambda i: copies.get(i, i))
@@ -115,7 +115,7 @@ class RecomputedChains:
         return node
 
     def _chains(self) -> list[set[fx.Node]]:
-        """Return groups of tensors in which one is recomputed from another, such as along a residual stream."""
+        """Return groups of tensors that are recomputed from each other, as along a residual stream."""
         chains: list[set[fx.Node]] = []
         for tensor in self._tensors:
             joined = self._cone([tensor]) & self._tensors

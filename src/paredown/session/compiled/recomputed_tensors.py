@@ -39,7 +39,7 @@ RANDOM = ("inductor_seeds", "inductor_seed", "inductor_lookup_seed", "inductor_r
 
 @dataclass(frozen=True, eq=False)
 class RecomputedTensor:
-    """A saved tensor that backward can recompute from other saved tensors.
+    """Describes a saved tensor that backward can recompute from other saved tensors.
 
     `nodes`: the operations of forward that compute it, itself last. `sources`: the tensors that they read.
     """
@@ -49,22 +49,22 @@ class RecomputedTensor:
 
     @property
     def node(self) -> fx.Node:
-        """The node of the tensor that is recomputed."""
+        """Return the node of the tensor that is recomputed."""
         return self.nodes[-1]
 
     @property
     def products(self) -> list[fx.Node]:
-        """The matrix products and convolutions that recomputing the tensor takes."""
+        """Return the matrix products and convolutions that recomputing the tensor takes."""
         return [node for node in self.nodes if kind_of(node) == "extern"]
 
     @property
     def flops(self) -> int:
-        """The floating-point operations that recomputing the tensor takes."""
+        """Return the floating-point operations that recomputing the tensor takes."""
         return sum(_flops(node) for node in self.products)
 
     @property
     def written_bytes(self) -> int:
-        """The bytes of intermediate tensors that recomputing writes to memory."""
+        """Return the bytes of intermediate tensors that recomputing writes to memory."""
         inside = set(self.nodes)
         ends = [_viewed(i) for node in self.products for i in (node, *node.all_input_nodes)]
         written = {node for node in ends if node in inside and is_tensor(node)} - {_viewed(self.node)}
@@ -72,7 +72,7 @@ class RecomputedTensor:
 
     @property
     def moved_bytes(self) -> int:
-        """The bytes of memory that recomputing the tensor reads and writes."""
+        """Return the bytes of memory that recomputing the tensor reads and writes."""
         inside = set(self.nodes)
         read = {i for node in self.nodes for i in node.all_input_nodes if i not in inside and is_tensor(i)}
         return sum(nbytes_of(node) for node in read) + 2 * self.written_bytes + nbytes_of(self.node)
@@ -104,7 +104,10 @@ def recomputable_tensors(forward: fx.Graph, num_outputs: int) -> dict[str, Recom
 
 
 def _operations_of(node: fx.Node, saved: set[fx.Node], written: set[Any]) -> set[fx.Node]:
-    """Return the operations that recompute a node from saved tensors or inputs; an empty set if that is impossible."""
+    """Return the operations that recompute a node from saved tensors or inputs; an empty set if that is impossible.
+
+    `written`: the inputs that the graph overwrites, from which nothing can be recomputed.
+    """
     cone, stack = set[fx.Node](), [node]
     while stack:
         one = stack.pop()
@@ -164,9 +167,9 @@ def _flops(node: fx.Node) -> int:
 def recompute_saved(
     forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, tensors: Iterable[RecomputedTensor]
 ) -> None:
-    """Edit both graphs so that backward recomputes these saved tensors and forward does not save them.
+    """Edit both graphs so that backward recomputes the saved tensors `tensors` and forward does not save them.
 
-    No tensor may be a source of another.
+    None of these may be recomputed from another of them. The first `num_outputs` results of forward are the model's outputs.
     """
     returned: list[Any] = list(forward.graph.output_node().args[0])  # type: ignore[arg-type]
     for tensor in tensors:
@@ -184,7 +187,7 @@ def recompute_saved(
 
 
 def _compute_before(first: fx.Node, node: fx.Node, known: dict[str, fx.Node], order: dict[fx.Node, int]) -> None:
-    """Copy the computation of a forward node into backward, before the node `first`; move it there if backward has it later.
+    """Copy a forward node into backward, in front of the node `first`, or move it there if backward computes it later.
 
     `known`: backward's nodes by name. `order`: the positions of backward's nodes.
     """
@@ -203,9 +206,9 @@ def _compute_before(first: fx.Node, node: fx.Node, known: dict[str, fx.Node], or
 
 
 def _pass_on(node: fx.Node, graph: fx.Graph, returned: list[Any], num_outputs: int) -> fx.Node:
-    """Make forward save a node, and return the node's new placeholder in the backward graph `graph`.
+    """Make forward save the tensor of a node, and return its new placeholder in the backward graph `graph`.
 
-    `returned`: forward's results, of which the first `num_outputs` are its own.
+    `returned`: forward's results, of which the first `num_outputs` are the model's outputs.
     """
     _save(node, returned, num_outputs)
     with graph.inserting_after(last_saved(graph)):
@@ -215,9 +218,9 @@ def _pass_on(node: fx.Node, graph: fx.Graph, returned: list[Any], num_outputs: i
 
 
 def save_recomputed(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int, names: Set[str]) -> None:
-    """Edit both graphs so that forward saves tensors that backward recomputed before.
+    """Edit both graphs so that forward saves the tensors `names`, which backward recomputed before.
 
-    Saved tensors that only the recomputation read are dropped.
+    Saved tensors that backward read for this recomputation alone are no longer saved.
     """
     output, computed = forward.graph.output_node(), {node.name: node for node in forward.graph.nodes}
     returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -244,10 +247,10 @@ def end_of_tensors(returned: list[Any], num_outputs: int) -> int:
 
 
 def last_saved(backward: fx.Graph) -> fx.Node:
-    """Return the last placeholder of a backward graph that stands for something saved in forward, not for a tangent."""
+    """Return the last placeholder of a backward graph that stands for a saved value, rather than for a tangent."""
     return [p for p in backward.find_nodes(op="placeholder") if not _is_tangent(p)][-1]
 
 
 def is_tensor(node: Any) -> bool:
-    """Return whether a node of a graph is a tensor."""
+    """Return whether the value of a graph's node is a tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)

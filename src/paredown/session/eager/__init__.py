@@ -1,1 +1,1 @@
-"""The saved activations of eager sessions: packed in the forward pass, decoded in backward."""
+"""Packs the saved activations of eager sessions in the forward pass, and decodes them in backward."""

@@ -16,8 +16,8 @@ Parameters, their views and casts, buffers and tensors of the caller are never p
 save it. Stored data is shared by (storage object, version counter, dtype), not by data pointer: the allocator reuses addresses, and a weak
 reference keeps the storage object's identity from being reused.
 
-The caller keeps the model's outputs alive. Packed they would be in memory twice, so their stored forms refer to the original tensor again
-when the forward pass ends.
+The caller keeps the model's outputs alive, which would be in memory twice if they were packed: when the forward pass ends, their stored
+forms (what stands for them in memory) refer to the original tensors again.
 
 On a GPU the backward of a ReLU reads the stored bits (`codec.recompute.ReluOutput`). A ReLU's output that the next operation encodes is
 read once for both: from the second pass on its mask is packed by the kernel that encodes it (`StoredMask.delayed`).
@@ -78,23 +78,23 @@ Observer = Callable[[Saved, StoragePiece, StoredForm], None]
 
 
 class Activations:
-    """The storage of one model's saved activations: packs each in forward, and unpacks it when backward uses it."""
+    """Stores the saved activations of one model: packs each in forward, and unpacks it when backward uses it."""
 
     def __init__(self, plan: Plan, seed: int, *, min_numel: int = MIN_PACKED_NUMEL) -> None:
-        """Prepare to pack as `plan` says, with the random bits of `seed`. Tensors of fewer than `min_numel` values stay unmodified."""
+        """Prepare to pack as `plan` says, rounding with `seed`; tensors below `min_numel` values stay unmodified."""
         self.plan, self.seed, self.min_numel = plan, seed, min_numel
         self.host = HostMemory(plan) if plan.offload else None
         self.count = ForwardCount()
         self.is_sharded = False  # whether parameters are freed between forward and backward
-        self.names: set[str] = set()  # of all slots reported so far
+        self.names: set[str] = set()  # names of all slots (saved tensors) reported so far
         self.decisions: dict[str, StorageDecision] = {}
         self.not_packed: dict[str, str] = {}  # slot name -> why it cannot be packed
         self.restored: frozenset[str] = frozenset()  # slots whose original tensor outlived the last forward pass
         self.not_freed: dict[str, str] = {}  # packed slots whose original memory outlived the last forward pass -> why
-        self.largest = ActivationBytes()  # of the forward pass that saved most
+        self.largest = ActivationBytes()  # the bytes of the forward pass that saved most
         self.packing_time = PackingTime()
         self.on_packed: Observer | None = None  # called after each saved tensor is packed
-        # On a GPU, called with the slots of the smallest tensors and their largest bytes when these change; None: all are packed
+        # called on a GPU with the slots that stay unmodified because they are small, and their largest bytes; None: all are packed
         self.on_small: Callable[[set[str], int], None] | None = None
         self.small: set[str] = set()  # slots of tensors that are left unmodified, up to `max_left_bytes`
         self.max_left_bytes = self._chosen_for = 0  # and the baseline bytes of the pass that they were chosen after
@@ -109,7 +109,7 @@ class Activations:
 
     @property
     def forwards(self) -> int:
-        """The number of forward passes so far."""
+        """Return the number of forward passes so far."""
         return self.count.value
 
     @forwards.setter
@@ -118,17 +118,17 @@ class Activations:
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of all activations that are stored at this moment."""
+        """Return the bytes of all activations that are stored at this moment."""
         return sum(form.nbytes for form in self.stored_forms())
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of packed activations that are in host memory at this moment."""
+        """Return the bytes of packed activations that are in host memory at this moment."""
         forms = self.stored_forms() if self.host is not None else ()
         return sum(form.host.nbytes for form in forms if type(form) is StoredValues and form.host is not None)
 
     def stored_forms(self) -> list[StoredForm]:
-        """Return what is stored at this moment, one `StoredForm` for each packed piece of memory."""
+        """Return the data that is stored at this moment: one `StoredForm` for each packed piece of memory."""
         alive = [form for ref in self._forms if (form := ref()) is not None]
         self._forms = [weakref.ref(form) for form in alive]
         return alive
@@ -159,15 +159,15 @@ class Activations:
 
     @contextmanager
     def storing_in(self, storage: ForwardStorage) -> Generator[None]:
-        """Return a context in which this thread stores saved tensors in `storage`, as while backward runs a layer again."""
+        """Return a context in which this thread stores saved tensors in `storage`, used when backward runs a layer again."""
         with patched_attributes(self._local, storage=storage):
             yield
 
     @contextmanager
     def restored_after(self) -> Generator[Callable[[], None]]:
-        """Return a context that restores slot decisions and the number of forward passes when it ends.
+        """Return a context that restores storage decisions and the number of forward passes when it ends.
 
-        It yields a function that sets the number back at once.
+        It yields a function that resets the number at once.
         """
         forwards, restored = self.forwards, self.restored
         decisions, not_packed = dict(self.decisions), dict(self.not_packed)
@@ -189,7 +189,7 @@ class Activations:
         self._forget_slots()
 
     def report_small_to(self, on_small: Callable[[set[str], int], None]) -> None:
-        """Set the function that gets the slots that stay unmodified because they are small, and the bytes of the largest."""
+        """Set the function that is called with the slot names of tensors too small to pack, and their largest size in bytes."""
         self.on_small = on_small
 
     def resume(self, seed: int, forwards: int) -> None:
@@ -202,7 +202,7 @@ class Activations:
         self._plan_number += 1
 
     def begin(self, *, is_sharded: bool) -> None:
-        """Begin a forward pass; `is_sharded`: parameters are freed between forward and backward."""
+        """Begin a forward pass; `is_sharded`: whether parameters are freed between forward and backward."""
         self.count.add()
         if self.host is not None:
             self.host.begin()
@@ -213,19 +213,19 @@ class Activations:
         self._running.append(storage)
 
     def begin_inside(self, arguments: list[Tensor], outputs: set[int]) -> None:
-        """Record that this thread's forward pass began with a call of a part of the model, with `arguments` that earlier calls returned.
+        """Record that this thread's forward pass began with a call of a submodule on results of earlier calls.
 
-        `outputs`: addresses of the storages of the outputs of those calls.
+        `outputs`: storage addresses of the outputs of those earlier calls.
         """
         storage = self._current_storage()
         self._local.outputs.begin(storage, arguments, outputs)
         storage.pack_again(self.count)
 
     def end(self, output: Any) -> None:
-        """End a forward pass: drop packed copies of memory that stays allocated anyway.
+        """End a forward pass that returned `output`, and drop packed copies of memory that stays allocated anyway.
 
         A storage stays alive if it belongs to the output, if the model or the caller holds the tensor, or if a saved tensor that is not
-        packed shares it. If other references keep the memory alive, packing saves nothing: `not_freed` has the slots.
+        packed shares it. Where unknown references keep a storage alive, packing saves nothing: `not_freed` names such slots.
         """
         storage, self._local.storage = self._local.storage, None
         assert storage is not None
@@ -251,11 +251,11 @@ class Activations:
     def _choose_small(
         self, storage: ForwardStorage, held: set[Any], baseline: int, leave_out: Callable[[set[str], int], None]
     ) -> None:
-        """Choose the smallest tensors, which stay unmodified from the next pass on.
+        """Choose the smallest saved tensors, which stay unmodified from the next forward pass on.
 
         If small tensors are left unmodified already, and this pass saved more than before, all of them are packed in the next pass, so that
         their sizes are known. `held`: keys of memory that stays allocated anyway. `baseline`: the bytes that the pass saves without a plan.
-        `leave_out` gets the slots and the limit in bytes.
+        `leave_out` is called with the slots of the chosen tensors and the limit in bytes.
         """
         has_changed = bool(self.small)
         if has_changed:
@@ -288,15 +288,15 @@ class Activations:
             self._store(saved, piece, slot, storage, saved.node, saved.raw)
 
     def saved_by(self, *ends: str) -> dict[str, tuple[torch.Size, int]]:
-        """Return shape and bytes of each saved slot with a name that ends with one of `ends`, by name."""
+        """Return {slot name: (shape, bytes)} of the saved tensors whose slot names end with one of `ends`."""
         found = {name: slot.memory for name, slot in self._slots.items() if name.endswith(ends)}
         return {name: (size, nbytes) for name, (_, _, nbytes, size, *_) in found.items()}
 
     def save_again(self, seen: Saved, node: Any, raw: Any, tensor: Tensor, inputs: frozenset[int]) -> None:
-        """Replace a saved tensor by its stored form, as decided in an earlier pass.
+        """Replace a saved tensor by packed data, as decided when the same operation saved a tensor in an earlier pass.
 
-        `seen` describes what the same operation saved then; its decisions are used again if nothing that they depend on has changed. `raw`:
-        the handle by which autograd node `node` exposes the tensor. `inputs`: storages of the caller's tensors.
+        `seen` describes that earlier tensor; its decisions are used again if nothing that they depend on has changed. `raw`: the handle
+        by which the autograd node `node` exposes the new tensor. `inputs`: storage addresses of the caller's tensors.
         """
         slot: SlotDecisions | None = seen.slot
         if slot is not None and slot.plan_number == self._plan_number and self.on_packed is None and type(tensor) is Tensor:
@@ -321,7 +321,7 @@ class Activations:
         seen.slot = slot if slot is not None and slot.is_fixed else None
 
     def _slot(self, saved: Saved, piece: StoragePiece) -> SlotDecisions:
-        """Decide how the saved tensors of a slot are stored, and return the decision, which later passes use."""
+        """Return decisions on how to store the tensor that an operation saves, and keep them for later passes."""
         slot = SlotDecisions(saved, piece, use_and_detail(saved, piece.tensor), self._plan_number)
         self._slots[saved.name] = slot
         return slot
@@ -329,7 +329,11 @@ class Activations:
     def _store(
         self, saved: Saved, piece: StoragePiece, slot: SlotDecisions | None, storage: ForwardStorage, node: Any, raw: Any
     ) -> None:
-        """Store a saved tensor packed, and measure the time that this takes on a CPU; if `slot` is None, decide how it is stored."""
+        """Store a saved tensor packed, and on a CPU measure the time that this takes; if `slot` is None, decide how to store it.
+
+        `piece`: the memory to pack. `storage`: what this forward pass stores. `raw`: the handle by which the autograd node `node` exposes
+        the tensor, and on which hooks are registered.
+        """
         start = self.packing_time.clock()
         with self._lock:
             self._replace(saved, piece, slot or self._slot(saved, piece), storage, node, raw)
@@ -339,7 +343,10 @@ class Activations:
     def _replace(
         self, saved: Saved, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage, node: Any, raw: Any
     ) -> None:
-        """Put packed data in place of a saved tensor, encoded now or shared with another tensor of the same memory."""
+        """Put packed data in place of a saved tensor, encoded now or shared with another tensor of the same memory.
+
+        The arguments are those of `_store`.
+        """
         tensor, forms = piece.tensor, storage.forms
         found = slot.detail if slot.is_fixed else use_and_detail(saved, tensor)
         key = (*piece.key, found)
@@ -374,7 +381,7 @@ class Activations:
         self.not_packed.pop(saved.name, None)
 
     def _leave(self, saved: Saved, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage, use: Use) -> None:
-        """Leave a piece of memory unmodified, and drop packed copies of it."""
+        """Keep a saved tensor unmodified, and drop packed copies of its memory. `use`: what backward needs of the tensor."""
         if use is Use.EXACT:
             self.not_packed.setdefault(saved.name, saved.reason)
         if use is VALUE and self.host is not None and not storage.is_in_backward:
@@ -387,11 +394,11 @@ class Activations:
             storage.masks[piece.key][1].is_delayed = not slot.checks_values
 
     def _current_storage(self) -> ForwardStorage:
-        """Return the storage of this thread's forward pass; in a worker thread, of the pass started last."""
+        """Return the `ForwardStorage` of this thread's forward pass; in a worker thread, of the pass started last."""
         return self._local.storage or (self._running[-1] if self._running else ForwardStorage())
 
     def decide(self, saved: Saved, piece: StoragePiece) -> StorageDecision:
-        """Return how a slot is stored: as the plan requests, within the limits of backward, dtype and size."""
+        """Return how a saved tensor is stored: as requested, if backward's needs, its dtype and its size allow it."""
         decision = self._decided.get(key := (saved.name, piece.numel, piece.tensor.dtype, saved.use, saved.pin, saved.is_centered))
         if decision is None:
             decision = self._decided[key] = storage_decision(self.plan, saved, piece)
@@ -459,7 +466,7 @@ class Activations:
         return codec.encode(tensor, step, mask.bits)
 
     def _determined(self, saved: Saved, piece: StoragePiece, storage: ForwardStorage) -> StoredForm | None:
-        """Return a stored form that is recomputed from another one; None if the tensor cannot be recomputed."""
+        """Return a `StoredForm` without values if backward can recompute the tensor from another stored one, else None."""
         recomputation = rematerialization_of(piece.tensor)
         while recomputation is not None:
             form = self._recomputed(saved, piece, recomputation, storage)
@@ -471,7 +478,10 @@ class Activations:
     def _recomputed(
         self, saved: Saved, piece: StoragePiece, rematerialization: Rematerialization, storage: ForwardStorage
     ) -> StoredForm | None:
-        """Return a form that recomputes the tensor as `rematerialization` says; None if that is impossible or too imprecise."""
+        """Return a `StoredForm` by which backward recomputes the tensor; None if that is impossible or imprecise.
+
+        `rematerialization`: the operation to apply, and the node that saved its input.
+        """
         view = storage.source(rematerialization.source)
         if view is None or not piece.is_whole:
             return None
@@ -499,7 +509,7 @@ class Activations:
         return True
 
     def _sign(self, piece: StoragePiece, slot: SlotDecisions, storage: ForwardStorage) -> StoredForm:
-        """Return the stored form of a ReLU's mask, which may be packed later, together with another tensor."""
+        """Return a `StoredMask` of a ReLU's output; its bits may be packed later, by the kernel that encodes the same tensor."""
         x = piece.tensor
         if slot.is_delayed and self.on_packed is None:
             form = StoredMask(piece, None, (1.0, 0.0), x.detach())

@@ -1,7 +1,7 @@
-"""The forward passes of a session: the tensors that each pass stores, the number of passes, and the time that packing took.
+"""Counts a session's forward passes, and what they store; measures how long packing takes.
 
 ForwardStorage      the stored forms of a running forward pass, and the storages that it leaves unmodified
-PassOutputs         the stored outputs of passes through modules; later passes may get these outputs as arguments
+PassOutputs         the stored outputs of calls of submodules, which later calls may get as arguments
 ActivationBytes     the bytes that a finished pass saved
 ForwardCount        the number of passes, on the host and in the memory of devices
 PackingTime         the share of encoding and decoding in the time of steps on a CPU
@@ -35,16 +35,16 @@ from paredown.session.value_bounds import check_is_warm
 
 @dataclass
 class ForwardStorage:
-    """The tensors that one running forward pass has stored, and the storages that stay unmodified."""
+    """Holds, for one running forward pass, what is stored of each saved tensor, and the storages that stay unmodified."""
 
     is_in_backward = False  # whether backward runs a part of the model again
-    forms: dict[Any, StoredForm] = field(default_factory=dict)  # by storage, version, use and detail: see `use_and_detail`
-    at_address: dict[int, list[StoredForm]] = field(default_factory=dict)  # the same by storage address
+    forms: dict[Any, StoredForm] = field(default_factory=dict)  # by (storage, version, ..., `use_and_detail`)
+    at_address: dict[int, list[StoredForm]] = field(default_factory=dict)  # the same forms by storage address
     unpacked: dict[int, Tensor] = field(default_factory=dict)  # storage address -> a tensor that keeps the storage alive
     left: dict[Any, int] = field(default_factory=dict)  # key of a piece that could be packed, but is not -> its bytes
     masks: dict[Any, tuple[StoredMask, SlotDecisions]] = field(default_factory=dict)  # of ReLUs, by the key of their piece
-    is_inside: bool = False  # whether the pass entered the model through a module inside of it
-    produced: set[int] = field(default_factory=set)  # storages that earlier passes produced, and that it got or was made from
+    is_inside: bool = False  # whether the pass began with a call of a submodule
+    produced: set[int] = field(default_factory=set)  # storages of earlier calls' outputs, and of arguments made of them
     in_place: set[Any] = field(default_factory=set)  # keys in `forms` of tensors that are views and were modified in place
     # Sequence number of a node -> (the node, its stored operand from which other tensors can be recomputed). Threads number their nodes
     # independently, so two nodes may share a number: an entry is valid for its own node only. Keeping the node alive is cheap: its
@@ -52,15 +52,15 @@ class ForwardStorage:
     sources: dict[int, tuple[Any, StoredView]] = field(default_factory=dict)
 
     def baseline_bytes(self, unmodified: Mapping[int, int]) -> int:
-        """Return the bytes that this forward pass would save without a plan; `unmodified`: those of unmodified storages, by address."""
+        """Return the bytes that this pass would save without a plan; `unmodified`: bytes of unmodified storages by address."""
         originals = {key[0]: form.original_bytes for key, form in self.forms.items()}
         return sum({**originals, **unmodified}.values())
 
     def restore_held(self, held: dict[int, Tensor]) -> tuple[list[Any], list[Any]]:
-        """Make stored data refer to its original memory where a tensor in `held` (by storage address) keeps that memory allocated.
+        """Drop packed data whose original memory is kept allocated by a tensor in `held`, and use the original instead.
 
-        Returns two lists of keys: of the data that now refers to its original, and of the data whose original is alive although no known
-        tensor refers to it.
+        `held`: tensors by storage address. Return two lists of keys of `forms`: those whose data was dropped, and those whose original is
+        alive although no known tensor refers to it.
         """
         forms = {key: form for key, form in self.forms.items() if key[0] not in self.produced}
         for key, form in forms.items():
@@ -77,26 +77,26 @@ class ForwardStorage:
         return restored, alive
 
     def packable_sizes(self, held: Iterable[Any]) -> list[int]:
-        """Return the bytes of each piece of memory that packing could free; `held`: keys of those that stay allocated."""
+        """Return the bytes of each piece of memory that packing could free; `held`: keys of pieces that stay allocated anyway."""
         packed = {key[:-1]: form.numel * form.dtype.itemsize for key, form in self.forms.items()}
         return [size for size in {**packed, **self.left, **dict.fromkeys(held, 0)}.values() if size]
 
     def source(self, node: Any) -> StoredView | None:
-        """Return the stored operand of autograd node `node`, from which backward may recompute others; None if none is stored."""
+        """Return the stored tensor of the autograd node `node`, to recompute others from; None if there is none."""
         entry = self.sources.get(node._sequence_nr()) if node is not None else None
         return entry[1] if entry is not None and entry[0] is node else None
 
     def pack_delayed(self) -> None:
-        """Pack the masks that were to be packed together with another tensor and are not packed yet."""
+        """Pack the masks that are not packed yet, because a later operation was expected to encode the same tensor."""
         for mask, slot in self.masks.values():
             if mask.delayed is not None:
                 slot.is_delayed = False
                 mask.pack()
 
     def pack_again(self, count: ForwardCount) -> None:
-        """Pack outputs of earlier calls of the model's parts again, once the caller has passed them on.
+        """Pack the outputs of earlier calls of submodules again, once the caller has passed them on.
 
-        While the caller held such an output, its form referred to the original in place of packed data.
+        While the caller held such an output, the stored form referred to the original tensor in place of packed data.
         """
         for form in self.forms.values():
             if type(form) is StoredMask:
@@ -106,21 +106,21 @@ class ForwardStorage:
 
 
 class PassOutputs:
-    """The stored outputs of calls of the model's parts in one thread, by which inputs of later calls are recognized.
+    """Remembers the stored outputs of submodules' calls in one thread, to recognize them as later inputs.
 
     All references are weak, so that they end with the graph and the tensors of the step.
     """
 
     def __init__(self) -> None:
         self._forms: dict[Any, weakref.ref[StoredForm]] = {}  # by the key of `ForwardStorage.forms`
-        self._unmodified: dict[int, StorageRef] = {}  # outputs that are saved unmodified, by storage
-        self._arguments: list[tuple[str, weakref.ref[StoredForm], StorageRef]] = []  # packed, with the slot
+        self._unmodified: dict[int, StorageRef] = {}  # outputs that are saved unmodified, by storage address
+        self._arguments: list[tuple[str, weakref.ref[StoredForm], StorageRef]] = []  # packed arguments: (slot, form, original)
         self.held: set[str] = set()  # slots of packed arguments that outlived the graph of their pass: the caller holds them
 
     def begin(self, storage: ForwardStorage, arguments: Iterable[Tensor], outputs: Collection[int]) -> None:
-        """Begin a call of a part of the model, with `arguments` that earlier calls returned.
+        """Begin a call of a submodule, with `arguments` that earlier calls returned.
 
-        `outputs`: addresses of the storages of the outputs of those calls.
+        `outputs`: storage addresses of the outputs of those earlier calls.
         """
         self._find_held()
         self._unmodified = {address: ref for address, ref in self._unmodified.items() if not ref.expired()}
@@ -140,7 +140,7 @@ class PassOutputs:
                 storage.at_address.setdefault(key[0], []).append(form)
 
     def end(self, storage: ForwardStorage, outputs: Mapping[int, Tensor]) -> None:
-        """End a call of a part of the model, which returned `outputs` (by storage address)."""
+        """End a call of a submodule, which returned `outputs` (by storage address)."""
         for address in storage.unpacked.keys() & outputs.keys():
             self._unmodified[address] = StorageRef(outputs[address].untyped_storage())
         for key, form in storage.forms.items():
@@ -163,20 +163,20 @@ class PassOutputs:
 
 
 def storage_of(form: StoredForm) -> torch.UntypedStorage | None:
-    """Return the original memory that a stored form replaces; None if it was freed."""
+    """Return the original memory that a `StoredForm` replaces; None if it was freed."""
     return torch.UntypedStorage._new_with_weak_ptr(form.weak_storage)
 
 
 class ThreadState(threading.local):
-    """The running forward pass of one thread, and the storage of its last one."""
+    """Holds the state of one thread: what its running forward pass stores, and the outputs of submodules that it called."""
 
     def __init__(self) -> None:
-        self.storage: ForwardStorage | None = None  # of the pass that is running
+        self.storage: ForwardStorage | None = None  # the storage of the running pass
         self.outputs = PassOutputs()
 
 
 class ActivationBytes(NamedTuple):
-    """The bytes of activations that one forward pass saved: as stored, as the unmodified model saves them, and those in host memory."""
+    """Counts a pass's bytes of activations: as stored, as the unmodified model saves them, and in host memory."""
 
     stored: int = 0
     baseline: int = 0
@@ -184,26 +184,26 @@ class ActivationBytes(NamedTuple):
 
 
 class ForwardCount:
-    """The number of forward passes so far, which selects the random bits of stochastic rounding.
+    """Counts the forward passes of a session; the count selects the random bits of stochastic rounding.
 
-    Kernels read it in the memory of their device, so that replayed CUDA graphs draw new bits: a captured pass counts there alone.
+    Kernels read the count from a tensor on their device. A CUDA graph adds to that tensor at each replay, so that replays draw new bits.
     """
 
     def __init__(self) -> None:
         self.on_host = 0
-        self.on_device: dict[int, Tensor] = {}  # by index of the device: one int32
+        self.on_device: dict[int, Tensor] = {}  # index of the device -> the count as one int32
         self._is_captured = False  # whether a CUDA graph counts forward passes on the device
 
     @property
     def value(self) -> int:
-        """The number of forward passes, read from the device if a CUDA graph was captured."""
+        """Return the number of forward passes, read from the device if a CUDA graph was captured."""
         if self._is_captured:
             self.on_host = max(self.on_host, *(int(step) for step in self.on_device.values()))
         return self.on_host
 
     @property
     def has_run(self) -> bool:
-        """Whether a forward pass has run, known without reading from a device."""
+        """Return whether a forward pass has run, known without reading from a device."""
         return self._is_captured or self.on_host > 0
 
     @value.setter
@@ -213,7 +213,7 @@ class ForwardCount:
             step.fill_(count)
 
     def add(self) -> None:
-        """Count a forward pass, or record the counting in a CUDA graph that is being captured."""
+        """Add one to the number of forward passes; while a CUDA graph is captured, the graph does so at each replay."""
         if self.on_device and torch.cuda.is_current_stream_capturing():
             self._is_captured = True
             for step in self.on_device.values():
@@ -222,7 +222,7 @@ class ForwardCount:
         self.value += 1
 
     def at(self, tensor: Tensor) -> Any:
-        """Return the number of forward passes in the form that the codec takes for `tensor`: an int, or an int32 tensor on its GPU."""
+        """Return the number of forward passes as the codec takes it: an int, or an int32 tensor on `tensor`'s GPU."""
         if not tensor.is_cuda:
             return self.on_host
         step = self.on_device.get(tensor.get_device())
@@ -234,7 +234,7 @@ class ForwardCount:
 
 
 class PackingTime:
-    """The seconds that encoding and decoding activations took on a CPU, and the seconds of whole steps.
+    """Measures on a CPU the seconds that encoding and decoding activations take, and the seconds of whole steps.
 
     A step lasts from the start of one forward pass to the start of the next one; it counts if backward decoded something in between. On a
     GPU nothing is measured: operations run after the call that starts them has returned, and waiting for them would slow every step down.
@@ -249,7 +249,7 @@ class PackingTime:
 
     @property
     def share(self) -> float | None:
-        """The share of the steps' time that encoding and decoding took; None if no step was measured."""
+        """Return the share of the steps' time that encoding and decoding took; None if no step was measured."""
         packing, whole = self._steps
         return packing / whole if whole > 0 else None
 
@@ -266,7 +266,7 @@ class PackingTime:
             self._packing += self.clock() - start
 
     def unpacked(self, view: StoredView) -> Tensor:
-        """Return an unpacked saved tensor on the CPU, and add the time that this took."""
+        """Unpack a saved tensor on the CPU and return it; the time that this takes is added to the time of packing."""
         start = self.clock()
         tensor = view.tensor()
         self.add_since(start)

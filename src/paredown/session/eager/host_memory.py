@@ -1,8 +1,8 @@
-"""Packed activations in host memory between forward and backward: the slots that `plan.offload` names, on a GPU.
+"""Moves packed activations from a GPU to host memory between forward and backward, as `plan.offload` says.
 
 `HostMemory` collects them layer by layer (`layer_of` the slot's name). A stream of its own copies the packed values of a layer to pinned
-host memory while the next layer computes; when the layer after that begins, they are freed on the GPU. When backward reads the first of a
-layer, the layer before it is copied back too, so that it arrives while this one computes. At most two layers are on the GPU in each
+host memory while the next layer computes; when the layer after that begins, they are freed on the GPU. When backward first reads a value
+of a layer, the layer before is copied back too, so that it arrives while this layer computes. At most two layers are on the GPU in each
 direction. Memory is freed after waits of streams, not when a copy happens to be done: plan/planned_step.py predicts the same bytes.
 
 The host memory is pinned; torch's allocator keeps it for the next step. If it cannot be allocated, this layer and all later ones stay on
@@ -34,25 +34,28 @@ Row = tuple[str, str, str, str]  # the fields of a row of `session.changes`
 
 
 class HostMemory:
-    """The packed activations of one model that its plan stores in host memory."""
+    """Moves packed activations that the plan offloads to host memory and back, layer by layer."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._copies = plan, HostCopies()
         self._layers: dict[str, tuple[str, bool]] = {}  # slot name -> path of its layer, and whether the plan offloads it
-        self._filling: OffloadedLayer | None = None  # whose slots are being packed
-        self._leaving: OffloadedLayer | None = None  # the layer before, which is being copied to host memory
+        self._filling: OffloadedLayer | None = None  # the layer whose activations are being packed
+        self._leaving: OffloadedLayer | None = None  # the layer before `_filling`, which is being copied to host memory
         self._is_new_pass = True
-        self._packed: set[str] = set()  # slots
+        self._packed: set[str] = set()  # names of the slots that were packed
         self._reason = ""  # why the last slots were not moved
         self._has_failed = False  # whether there was no pinned memory
         self._was_captured = False  # whether a CUDA graph has a step, and its values on the GPU
 
     def begin(self) -> None:
-        """Begin a forward pass, with a layer of its own."""
+        """Begin a forward pass: the next saved tensor begins a new layer."""
         self._is_new_pass = True
 
     def reach(self, name: str, device: torch.device) -> bool:
-        """Begin another layer if a slot with this name is of another one; return whether something can be moved."""
+        """Begin a new layer if activation `name` is not in the current one; return whether the layer can be moved to the host.
+
+        It cannot be moved from a device without CUDA, while a CUDA graph is captured, or after pinned memory could not be allocated.
+        """
         if self._has_failed:
             return False
         if device.type not in OFFLOADING_DEVICES or is_capturing():
@@ -67,7 +70,7 @@ class HostMemory:
         return self._filling is not None
 
     def add(self, name: str, form: StoredForm) -> None:
-        """Add the packed values of a slot to those of its layer, which move to host memory if the plan says so."""
+        """Add the packed values of activation `name` to its layer, to be moved with it if the plan says so."""
         if type(form) is not StoredValues or form.stored is None:
             return
         if form.host is not None:
@@ -79,7 +82,7 @@ class HostMemory:
             self._filling.add(name, form, is_moved=self._layers[name][1])
 
     def _begin_layer(self, path: str, device: torch.device) -> None:
-        """Free the packed values of the layer before the last one on the GPU, and start copying those of the last one."""
+        """Begin the layer `path`: start copying the last layer to the host, and free GPU memory of the layer before that."""
         before, self._is_new_pass = self._filling, False
         if self._leaving is not None:
             self._leaving.leave()
@@ -94,7 +97,7 @@ class HostMemory:
         self._leaving, self._filling = before, OffloadedLayer(path, device, self._copies, before)
 
     def changes(self, *, is_compiled: bool) -> list[Row]:
-        """Return a row of changes for each name or pattern in the plan's `offload` of which nothing, or no longer all, is moved."""
+        """Return `session.changes` rows for names and patterns in `plan.offload` that are not (or no longer) moved."""
         is_refused, moved = is_compiled or self._has_failed or self._was_captured, self._copies.moved
 
         def reason(text: str) -> str:
@@ -106,7 +109,7 @@ class HostMemory:
 
 
 class OffloadedLayer:
-    """The packed values of one layer that are moved together, and the layer before it, which backward needs next."""
+    """Moves the packed activations of one layer to host memory and back; `before` is the layer that backward needs next."""
 
     def __init__(self, path: str, device: torch.device, copies: HostCopies, before: OffloadedLayer | None) -> None:
         self.path, self.device, self._copies = path, device, copies
@@ -121,17 +124,17 @@ class OffloadedLayer:
             self._copies.wait(self._copied, self.device)
 
     def add(self, name: str, form: StoredValues, *, is_moved: bool) -> None:
-        """Add the values of a slot, which stay on the GPU for now; `is_moved`: until the layer is copied to host memory."""
+        """Add the packed values of activation `name`; `is_moved`: whether they are copied to host memory."""
         form.host = copy = LayerCopy(self, form, name, is_moved=is_moved)
         self._added.append(weakref.ref(copy))
 
     def _present(self) -> list[tuple[LayerCopy, StoredValues]]:
-        """Return the copies that backward still needs, with the stored forms that they are of."""
+        """Return the layer's host copies that backward still needs, each with the `StoredValues` it copies."""
         copies = [copy for ref in self._added if (copy := ref()) is not None]
         return [(copy, form) for copy in copies if (form := copy.form()) is not None and form.host is copy]
 
     def copy_to_host(self) -> None:
-        """Start copying the values to host memory; raise MemoryError if there is no pinned memory, before anything is copied."""
+        """Start copying the layer's values to host memory; raise MemoryError and copy none if it cannot be pinned."""
         present = [(copy, form) for copy, form in self._present() if copy.is_moved and form.stored is not None]
         if not present:
             return
@@ -141,12 +144,12 @@ class OffloadedLayer:
             self._copies.moved.update(copy.names)
 
     def stay(self) -> None:
-        """Leave the values on the GPU for good."""
+        """Keep the layer's values on the GPU until backward."""
         for _, form in self._present():
             form.host = None
 
     def leave(self) -> None:
-        """Free the values on the GPU, once the copies are complete."""
+        """Free the layer's values on the GPU, once their copies in host memory are complete."""
         present = [form for copy, form in self._present() if copy.on_host is not None]
         if present:
             self._copies.wait(self._copied, self.device)
@@ -154,7 +157,7 @@ class OffloadedLayer:
             form.stored, self._is_away = None, True
 
     def bring_back(self) -> None:
-        """Start copying the values of this layer and of the one before it back to the GPU, and wait for those of this one."""
+        """Start copying this layer's values and the previous layer's back to the GPU, and wait for this layer's."""
         self.fetch()
         before = self._before()
         if before is not None:
@@ -165,7 +168,7 @@ class OffloadedLayer:
                 self._arriving.clear()
 
     def fetch(self) -> None:
-        """Start copying the values back to the GPU, unless they are there."""
+        """Start copying the layer's values back to the GPU, unless they are there already."""
         with self._lock:
             if not self._is_away:
                 return
@@ -178,7 +181,7 @@ class OffloadedLayer:
 
 @final
 class LayerCopy(HostCopy):
-    """The copy in host memory of one stored form, as part of its layer."""
+    """Holds the copy of one packed activation in host memory; it is moved together with its layer."""
 
     __slots__ = ("__weakref__", "form", "layer", "num_bytes", "on_host")
 
@@ -188,12 +191,12 @@ class LayerCopy(HostCopy):
         self.num_bytes = 0
 
     def bring_back(self) -> None:
-        """Copy the layer's values back to the device, unless they are there, and let its current stream wait for them."""
+        """Copy the whole layer's values back to the device if needed, and let its current stream wait for them."""
         self.layer.bring_back()
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the copy; 0 before it is made."""
+        """Return the bytes of the copy in host memory; 0 before it is made."""
         return self.num_bytes
 
 
@@ -201,35 +204,38 @@ class LayerCopy(HostCopy):
 
 
 class HostBytes(NamedTuple):
-    """The bytes of what a codec stores, in host memory: each tensor as pieces of the sizes of `pinned_pieces`.
+    """Holds a copy of a packed tensor in host memory: the bytes of each tensor in it, split as `pinned_pieces` says.
 
-    `like` has tensors of the same shapes and dtypes on the meta device.
+    `like` is the same packed tensor on the meta device, with shapes and dtypes alone.
     """
 
     like: Any
-    pieces: list[list[Tensor]]  # by tensor
+    pieces: list[list[Tensor]]  # the pieces of each tensor
 
 
 def mapped(stored: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return what a codec stores, a buffer or a packed tensor, with `function` applied to its tensors."""
+    """Return a copy of `stored`, a codec's buffer or a `PackedTensor`, with `function` applied to each tensor in it."""
     return function(stored) if isinstance(stored, Tensor) else stored.mapped(function)
 
 
 def flat_bytes(stored: Any) -> list[Tensor]:
-    """Return the bytes of each tensor of what a codec stores, as flat uint8 views."""
+    """Return the bytes of each tensor in `stored`, a codec's buffer or a `PackedTensor`, as flat uint8 views."""
     parts = [stored] if isinstance(stored, Tensor) else stored.parts.tensors()
     return [part.reshape(-1).view(torch.uint8) for part in parts]
 
 
 class HostCopies:
-    """Copies of packed values between a GPU and host memory, on a CUDA stream of its own; on a CPU they are made at once."""
+    """Copies packed values between a GPU and host memory on a separate CUDA stream; on a CPU it copies at once."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
         self.moved: set[str] = set()  # slots that were copied to host memory
 
     def to_host(self, stored: Sequence[Any], device: torch.device) -> tuple[list[HostBytes], Any]:
-        """Return copies in host memory, and the event after which they are complete; raise MemoryError without pinned memory."""
+        """Start copying packed values to host memory; return the copies and the CUDA event at which they are complete.
+
+        Raise MemoryError if pinned memory cannot be allocated.
+        """
         sources = [flat_bytes(one) for one in stored]
         try:
             copies = [
@@ -242,18 +248,18 @@ class HostCopies:
         return copies, self._copy([pair for pieces, parts in pairs for pair in _by_piece(pieces, parts)], device)
 
     def to_device(self, on_host: Sequence[HostBytes], device: torch.device) -> tuple[list[Any], Any]:
-        """Return copies on `device`, in memory of its current stream, and the event after which they are complete."""
+        """Start copying `on_host` to new memory on `device`; return the copies and the CUDA event at which they are complete."""
         stored = [mapped(copy.like, lambda part: torch.empty_like(part, device=device)) for copy in on_host]
         pairs = [pair for copy, one in zip(on_host, stored, strict=True) for pair in _by_piece(copy.pieces, flat_bytes(one))]
         return stored, self._copy([(target, piece) for piece, target in pairs], device)
 
     def wait(self, copied: Any, device: torch.device) -> None:
-        """Let the current stream of `device` wait for copies."""
+        """Let the current stream of `device` wait for the event `copied`, at which copies are complete."""
         if copied is not None:
             torch.cuda.current_stream(device).wait_event(copied)
 
     def _copy(self, pairs: list[tuple[Tensor, Tensor]], device: torch.device) -> Any:
-        """Copy the second tensor of each pair to the first, on the stream of copies, after the work queued on the current stream."""
+        """Copy each pair's second tensor to its first, on the copy stream, after work queued on the current stream."""
         if device.type == "cpu":
             for target, source in pairs:
                 target.copy_(source)
@@ -269,12 +275,12 @@ class HostCopies:
 
 
 def _pieces(part: Tensor) -> list[Tensor]:
-    """Return uninitialized memory of the host for the bytes of `part`, pinned if it is on a GPU."""
+    """Return uninitialized host memory for the bytes of `part`, in pieces; it is pinned if `part` is on a GPU."""
     is_pinned = part.device.type == "cuda"
     return [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned) for size in pinned_pieces(part.nbytes)]
 
 
 def _by_piece(pieces: list[list[Tensor]], parts: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of a piece of host memory and the bytes on the device that it has."""
+    """Yield each piece of host memory with the bytes of a device tensor in `parts` that it is copied from or to."""
     for of_part, part in zip(pieces, parts, strict=True):
         yield from zip(of_part, part.split([piece.numel() for piece in of_part]), strict=True)

@@ -53,7 +53,7 @@ MULTIPLIED = "forward changes: it multiplies 8-bit codes of input, weight and gr
 
 
 class ProductInput:
-    """A tensor subclass for the input of a linear layer, of which `F.linear` multiplies 8-bit codes."""
+    """Stands for the input of a linear layer, so that `F.linear` multiplies 8-bit codes of it."""
 
     __slots__ = ("layers", "path", "tensor")
 
@@ -71,7 +71,7 @@ class ProductInput:
 
 
 class ProductLayers:
-    """The linear layers of one model that multiply 8-bit codes as the plan requests, and those that do not, with reasons."""
+    """Makes linear layers multiply 8-bit codes of input and weight, as the plan requests, and records why others do not."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         self.elements: dict[str, str] = {}
@@ -157,18 +157,18 @@ class ProductLayers:
 
     @property
     def multiplied(self) -> dict[str, str]:
-        """The format of codes of each layer that has multiplied codes in all of its calls, by path."""
+        """Return {path: type of the codes, such as "int8"} of the layers that have multiplied codes in all their calls."""
         unused = self._unused()
         return {path: element for path, element in self.elements.items() if path not in self.left and path not in unused}
 
     def _unused(self) -> dict[str, str]:
-        """Return why each layer that a rule names does not multiply codes, by path."""
+        """Return {path: reason} of the layers that should multiply codes, but that no hook and no compiled graph changed."""
         if self.in_graphs is not None:
             return dict.fromkeys(self.elements.keys() - self.in_graphs - self.left.keys(), NOT_IN_GRAPHS)
         return {path: COMPILED for path, hook in self._hooks.items() if hook.was_compiled}
 
     def changes(self) -> Iterator[Change]:
-        """Yield a row for the layers that multiply codes, by format, and one for each layer that does not although the plan requests it."""
+        """Yield a `Change` for the layers that multiply each type of codes, and for each layer that should and does not."""
         multiplied = self.multiplied
         for element in dict.fromkeys(multiplied.values()):
             paths = [path for path, of in multiplied.items() if of == element]
@@ -182,11 +182,11 @@ class ProductLayers:
             yield Change(PRODUCT, "; ".join(self._asked), "nothing", NONE_FOUND)
 
     def explain(self) -> list[SlotExplanation]:
-        """Return a row for each layer that multiplies codes."""
+        """Return a row of `session.explain()` for each layer that multiplies 8-bit codes."""
         return [SlotExplanation(f"{PRODUCT}={path}", of, of, MULTIPLIED) for path, of in self.multiplied.items()]
 
     def say(self) -> str:
-        """Return the summary's line on how many layers multiply codes; "" without rules for products."""
+        """Return the summary's text on layers that multiply 8-bit codes; "" if the plan has no rules for products."""
         multiplied = self.multiplied
         if not self._asked:
             return ""
@@ -195,7 +195,7 @@ class ProductLayers:
 
 
 class _Enter:
-    """The forward pre-hook that passes a `ProductInput` to one layer."""
+    """Replaces the input of one layer by a `ProductInput`, as its forward pre-hook."""
 
     def __init__(self, layers: ProductLayers, path: str) -> None:
         self._layers, self._path = layers, path
@@ -214,7 +214,7 @@ def _resolved(element: str, device: torch.device) -> str:
 def _reason_to_leave(module: nn.Module, *, by_speed: bool, is_head: bool) -> str:
     """Return the reason why a linear layer must not multiply codes; "" if it may.
 
-    `by_speed`: reasons that are about speed alone count too. `is_head`: the layer is the output head.
+    `by_speed`: whether reasons of speed alone count too. `is_head`: whether the layer is the output head.
     """
     if isinstance(module, nn.MultiheadAttention):
         return ATTENTION
@@ -236,7 +236,7 @@ def _tied_to_embeddings(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _check_rules(plan: Plan, model: nn.Module) -> None:
-    """Raise PlanError for a pattern or path that matches no linear layer."""
+    """Raise PlanError if a rule of `plan` for products has a path or pattern that matches no linear layer."""
     paths = [path for path, module in model.named_modules() if isinstance(module, nn.Linear | nn.MultiheadAttention)]
     for key, element in plan.products:
         text = key.partition("=")[2]

@@ -1,6 +1,6 @@
-"""Saved tensors that are not stored: backward recomputes them from another stored tensor (autograd/rematerialization.py names it).
+"""Recomputes saved tensors in backward from another stored tensor, which autograd/rematerialization.py names.
 
-`RecomputedValues` is the form in the place of such a tensor. `decode_steps_of` collects the tensors that recomputing needs, such as the
+`RecomputedValues` stands for such a tensor in memory. `decode_steps_of` collects the tensors that recomputing needs, such as the
 statistics of a norm, from the autograd nodes that a `Rematerialization` names.
 """
 
@@ -20,7 +20,7 @@ from paredown.session.eager.stored_tensors import StoragePiece, StoredForm, Stor
 
 @final
 class RecomputedValues(StoredForm):
-    """A stored form without data: backward recomputes the tensor from another stored tensor."""
+    """Stands in memory for a saved tensor that is not stored: backward recomputes it from another tensor."""
 
     __slots__ = ("source", "steps")
 
@@ -48,10 +48,10 @@ class RecomputedValues(StoredForm):
 def decode_steps_of(
     rule: Rematerialization, source: StoredView, signs: StoredView | None, result: StoragePiece, *, keeps_parameters: bool
 ) -> DecodeSteps | None:
-    """Return the operations that compute `result` from the decoded `source`; None if they are not possible.
+    """Return the operations that compute `result` from the decoded `source`; None if it cannot be computed.
 
-    `signs`: the stored signs of the result, if an activation function needs them. `keeps_parameters`: the model keeps its parameters until
-    backward, so the steps refer to them; otherwise they are copied.
+    `rule`: how to recompute the result. `signs`: its stored signs, if an activation function needs them. `keeps_parameters`: whether the
+    model keeps its parameters until backward, so that the operations need no copies of them.
     """
     form, (size, stride, *_) = source.form, source.layout
     if not form.is_whole or form.numel != result.numel or form.numel != size.numel():
@@ -101,7 +101,7 @@ def _batch_norm(node: Any, source: StoredView, keeps_parameters: bool) -> Norm |
 
 
 def _vector(parameter: Tensor | None, keeps_parameters: bool) -> Tensor | None:
-    """Return a norm's parameter as a 1-D float32 tensor, a copy unless the parameter is kept until backward."""
+    """Return a norm's parameter as a 1-D float32 tensor, which is a copy unless the parameter is kept until backward."""
     if parameter is None or (keeps_parameters and parameter.dim() == 1 and parameter.dtype is torch.float32):
         return parameter
     return parameter.detach().float().reshape(-1).clone()

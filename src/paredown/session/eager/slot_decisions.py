@@ -1,4 +1,4 @@
-"""How the saved tensors of a slot are stored: decided once, and used again while they have the same layout and the plan does not change."""
+"""Decides how the tensors that an operation saves are stored, once for all passes of the same layout and plan."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ IN_PLACE = (
 
 @dataclass(frozen=True)
 class StorageDecision:
-    """How the saved tensors of a slot are stored, and why that differs from what the plan requests.
+    """States in which format a saved tensor is stored, and why that differs from what the plan requests.
 
-    `asked`: the plan's format. `format`: the format in use (None: unmodified). `reason`: why the two differ. `tensor_id`: selects the
-    slot's random bits.
+    `asked`: the plan's format. `format`: the format in use (None: unmodified). `reason`: why the two differ. `tensor_id`: a hash of the
+    slot's name, which selects its random bits.
     """
 
     asked: Format | None
@@ -59,7 +59,7 @@ class StorageDecision:
 
 
 def storage_decision(plan: Plan, saved: Saved, piece: StoragePiece) -> StorageDecision:
-    """Return how a slot is stored: as the plan requests, within the limits of backward, dtype and size."""
+    """Return how a saved tensor is stored: as requested, if backward's needs, its dtype and its size allow it."""
     asked = plan.find((saved.name,), Role.ACTIVATION)
     dtype = str(piece.tensor.dtype).removeprefix("torch.")
     format, reason = resolve_format(asked, plan.needs_of(saved.name, saved.needs), dtype=dtype, numel=piece.numel)
@@ -73,26 +73,26 @@ FIXED_USES = (Use.VALUE, Use.SIGN, Use.SHAPE, Use.EXACT)  # bounds and widths of
 
 
 class SlotDecisions:
-    """How the saved tensors of a slot are stored, decided once and valid as long as plan and layout do not change."""
+    """Holds decisions on how to store the tensors that one operation saves, valid while plan and memory layout stay equal."""
 
     def __init__(self, saved: Saved, piece: StoragePiece, detail: tuple[Use, Any], plan_number: int) -> None:
         tensor = piece.tensor
         self.offset, self.numel, self.is_whole, self.layout = tensor.storage_offset(), piece.numel, piece.is_whole, piece.layout()
         self.memory = memory_of(tensor, piece.storage)
         self.use, self.pin, self.is_centered, self.needs = saved.use, saved.pin, saved.is_centered, saved.needs
-        self.detail = detail  # use and detail of the stored form: part of its key
+        self.detail = detail  # what `use_and_detail` returned, which is a part of the stored form's key
         self.known, self.plan_number = (piece.is_whole, piece.numel), plan_number
-        self.nbytes = piece.numel * tensor.itemsize  # that are packed
+        self.nbytes = piece.numel * tensor.itemsize  # bytes that packing replaces
         self.is_fixed = saved.use in FIXED_USES or (tensor.is_cuda and saved.use is Use.MASK)
         if saved.use is Use.VALUE and saved.op == "mul" and not tensor.is_cuda:
-            self.is_fixed = False  # its values decide
+            self.is_fixed = False  # the values of the factor decide whether it is stored as a mask
         self.checks_values = depends_on_values(saved)
         self.is_source = saved.op in SOURCE_OPS and saved.operand in ("input", "output")
         is_relu = saved.op == "relu" and saved.use is Use.SIGN
         is_in_order = tensor.device.type in IN_ONE_PASS and piece.is_whole and self.offset == 0 and tensor.numel() == piece.numel
         self.can_be_delayed = is_relu and is_in_order  # a mask that can be packed by the kernel that encodes the same tensor
         self.is_delayed = False  # whether a later operation encodes the tensor, and packs its mask too
-        self.unpack = StoredView.relu_output if is_relu else StoredView.tensor  # on a GPU
+        self.unpack = StoredView.relu_output if is_relu else StoredView.tensor  # the unpack hook on a GPU
         self.decision: StorageDecision | None = None
         self.is_unmodified = False  # whether the decision has no format
         self.codec: FlatCodec | None = None
@@ -101,7 +101,7 @@ class SlotDecisions:
         self.is_cuda = tensor.is_cuda
 
     def fits(self, saved: Saved, tensor: Tensor) -> bool:
-        """Return whether the decisions made for a slot apply to this tensor: it has the same use and memory layout."""
+        """Return whether these decisions apply to a saved tensor: it has the same use and the same memory layout."""
         is_same_use = saved.use is self.use and saved.pin is self.pin and saved.is_centered is self.is_centered
         return is_same_use and memory_of(tensor, tensor.untyped_storage()) == self.memory
 
@@ -112,7 +112,7 @@ def memory_of(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[Any, ...]:
 
 
 def form_for(use: Use, detail: Any, piece: StoragePiece) -> StoredForm | None:
-    """Return a stored form with less than the values (such as bits), if backward needs no more; None otherwise.
+    """Return a `StoredForm` of bits, small integers or a shape if backward needs no more of the tensor; otherwise None.
 
     `use`: what backward needs. `detail`: the bounds of a mask or the dtype of an index, as `use_and_detail` returns them.
     """

@@ -1,4 +1,4 @@
-"""The forms in which a saved tensor is stored between forward and backward; each form can unpack its values.
+"""Defines the forms in which a saved tensor is stored between forward and backward; each form can unpack its values.
 
     StoredValues        codes and scales in a format                  StoredMask          one bit per value
     StoredIntegers      integers of a smaller width                   StoredShape         nothing: only the shape matters
@@ -6,7 +6,7 @@
 
 A `StoredForm` covers a flat `StoragePiece`: a whole storage in memory order, or a copy of a view that is a small part of its storage.
 A `StoredView` has the size, strides and offset of the saved tensor in that piece. If the original storage turns out to stay alive anyway,
-`restore_original` drops the packed data and refers to the original.
+`restore_original` drops the packed data and makes the form refer to the original.
 """
 
 # pyright: reportPrivateUsage=false, reportAttributeAccessIssue=false
@@ -31,16 +31,16 @@ has_expired: Callable[[int], Any] = torch.UntypedStorage._expired
 
 
 class StoragePiece:
-    """The flat memory that is packed for a saved tensor: its whole storage, or a copy of a small view.
+    """Describes the flat memory that is packed for a saved tensor: its whole storage, or a copy of a small view.
 
-    Two pieces have the same `key` if they are the same memory with the same contents. That holds while a weak reference to the storage
-    exists, which keeps `address` from being reused.
+    Two pieces have the same `key` if they are the same memory with the same contents, as long as a weak reference to the storage keeps
+    `address` from being reused.
     """
 
     __slots__ = ("address", "is_whole", "key", "numel", "storage", "tensor")
 
     def __init__(self, tensor: Tensor, known: tuple[bool, int] | None = None) -> None:
-        """Choose whether to pack the whole storage of `tensor` or a copy of the view.
+        """Choose whether to pack the whole storage of `tensor`, or only a copy of `tensor`, if it is a small view.
 
         `known`: (is_whole, numel) of an earlier tensor with the same layout, so that they need not be computed again.
         """
@@ -61,7 +61,7 @@ class StoragePiece:
         return source.as_strided((self.numel,), (1,), 0)
 
     def layout(self) -> ViewLayout:
-        """Return where the saved tensor lies within the piece of memory."""
+        """Return size, strides and offset of the saved tensor within this piece of memory."""
         tensor = self.tensor
         if self.is_whole:
             is_all = tensor.numel() == self.numel and is_dense(tensor.size(), tensor.stride())
@@ -70,7 +70,7 @@ class StoragePiece:
 
 
 class StorageRef:
-    """A weak reference to a storage; while it exists, the address of the storage is not reused."""
+    """Refers weakly to a storage; while this object exists, the address of the storage is not reused."""
 
     __slots__ = ("cdata",)
 
@@ -90,11 +90,11 @@ class StorageRef:
 
 
 def no_tensor() -> Tensor | None:
-    """Return None, as a weak reference does whose tensor was freed."""
+    """Return None, in place of a weak reference to a tensor that was freed."""
 
 
 class StoredForm(ABC):
-    """The base class of what is stored between forward and backward in place of a piece of memory."""
+    """Stands for a saved tensor between forward and backward; subclasses store its values, bits or nothing."""
 
     packed_data: tuple[str, ...] = ()  # attributes that are None once the form refers to the original
 
@@ -118,18 +118,18 @@ class StoredForm(ABC):
         self.weak_storage: int = piece.storage._weak_ref()  # of the original; while it exists, the address is not reused
         tensor = piece.tensor
         self.numel, self.is_whole, self.dtype, self.version = piece.numel, piece.is_whole, tensor.dtype, tensor._version
-        self.original: Callable[[], Tensor | None] = no_tensor  # a weak reference to the saved tensor, if that is not made anew
+        self.original: Callable[[], Tensor | None] = no_tensor  # a weak reference to the saved tensor, if this object stays alive
         self.plain_values: Tensor | None = None
-        self.num_views = 0  # saved tensors that it stands for
-        self.name = ""  # of the first slot that saved it
-        self.original_bytes = 0  # of the storage that it replaces
+        self.num_views = 0  # number of saved tensors that this form stands for
+        self.name = ""  # the slot name of the first of them
+        self.original_bytes = 0  # bytes of the storage that this form replaces
 
     def __del__(self, free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:
         free(self.weak_storage)  # bound here: modules are cleared before the last objects at exit
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the packed data; 0 once the form refers to the original memory."""
+        """Return the bytes of the packed data; 0 once the original memory is referred to instead."""
         return self._packed_bytes() if self.plain_values is None else 0
 
     def values(self) -> Tensor:
@@ -141,14 +141,14 @@ class StoredForm(ABC):
         return self.plain_values
 
     def is_of(self, piece: StoragePiece) -> bool:
-        """Return whether this form stores the memory that `piece` describes."""
+        """Return whether this object stores the data of the memory `piece`."""
         return self.weak_storage == piece.address
 
     def restore_original(self, holder: Tensor) -> bool:
         """Drop the packed data and refer to the original memory again; return whether that was possible.
 
-        `holder` is a tensor that keeps the storage alive. It is impossible if the storage was modified since, or if `holder` has other
-        memory by now, as a packed weight that is no longer decoded.
+        `holder` is a tensor that keeps the storage alive. Restoring is impossible if the storage was modified since, or if `holder` has
+        other memory by now, like a packed weight that is no longer decoded.
         """
         if not self.is_whole or holder.dtype is not self.dtype or holder._version != self.version:
             return False
@@ -160,11 +160,11 @@ class StoredForm(ABC):
         return True
 
     def refer_to(self, values: Tensor) -> None:
-        """Drop the packed data and return `values`, shape (numel,), from now on."""
+        """Drop the packed data and refer to `values`, shape (numel,), from now on."""
         self.plain_values, self.version = values, values._version
 
     def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """Return the whole piece, unpacked, as a tensor with these sizes and strides."""
+        """Unpack the whole piece of memory and return it as a tensor with these sizes and strides."""
         return self.values().as_strided(size, stride)
 
     @abstractmethod
@@ -176,26 +176,26 @@ class StoredForm(ABC):
 
 @final
 class StoredValues(StoredForm):
-    """A stored form with values encoded in a format."""
+    """Stores the values of a saved tensor until backward, encoded in a format."""
 
     packed_data = ("stored", "host")
     __slots__ = ("_copies", "_copy", "codec", "host", "stored")
 
     def __init__(self, piece: StoragePiece, codec: FlatCodec, stored: Any, copies: DecodedCopies) -> None:
-        """Hold what `codec.encode` returned for the piece; `copies` may hold its decoded values."""
+        """Store what `codec.encode` returned for `piece`; `copies` holds decoded values that tensors share."""
         super().__init__(piece)
         self.codec, self.stored, self._copies = codec, stored, copies
-        self._copy: DecodedCopy | None = None  # of values that several saved tensors share
-        self.host: HostCopy | None = None  # under a plan that offloads; while values are in host memory alone, `stored` is None
+        self._copy: DecodedCopy | None = None  # the decoded copy, if several saved tensors share the values
+        self.host: HostCopy | None = None  # set if the plan offloads; while values are in host memory alone, `stored` is None
 
     @property
     def is_packed(self) -> bool:
-        """Whether the packed values exist, on the device or in host memory; not once the form refers to the original memory."""
+        """Return whether packed values exist, on the device or in host memory; False if the original memory is used."""
         return self.stored is not None or self.host is not None
 
     @property
     def packed(self) -> PackedTensor | None:
-        """The packed values; None once the form refers to the original memory."""
+        """Return the packed values; None once the original memory is referred to instead."""
         stored = self.on_device()
         return self.codec.packed(stored) if stored is not None else None
 
@@ -206,16 +206,16 @@ class StoredValues(StoredForm):
         return self.stored
 
     def replace(self, codec: FlatCodec, stored: Any) -> None:
-        """Store the same values as `stored`, which `codec` encoded in another format."""
+        """Replace the packed values by `stored`: the same values, which `codec` encoded, perhaps in another format."""
         self.codec, self.stored, self.plain_values, self.host = codec, stored, None, None
 
     def _packed_bytes(self) -> int:
         return self.codec.nbytes if self.stored is not None else 0
 
     def _unpacked(self) -> Tensor:
-        """Return the decoded values, shared with other saved tensors while they are alive.
+        """Return the decoded values.
 
-        If several saved tensors share the values, each gets the copy that was decoded last.
+        If several saved tensors share the values, each gets the copy that was decoded last, as long as this copy is alive.
         """
         if self.num_views == 1:
             return self.codec.decode(self.on_device(), (self.numel,), (1,))
@@ -235,14 +235,14 @@ class StoredValues(StoredForm):
         return values
 
     def tensor(self, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        """Return the decoded piece as a tensor with these sizes and strides."""
+        """Decode the whole piece of memory and return it as a tensor with these sizes and strides."""
         if self.num_views > 1 or self.plain_values is not None or not self.codec.takes_address:
             return self.values().as_strided(size, stride)
         return self.codec.decode(self.on_device(), size, stride)
 
 
 class HostCopy(ABC):
-    """The copy in host memory of packed values, if `is_moved`: the plan offloads them (host_memory.py)."""
+    """Declares the methods of a copy in host memory of packed values; `is_moved`: whether the plan moves the values there."""
 
     __slots__ = ("is_moved", "names")
     is_moved: bool
@@ -250,27 +250,27 @@ class HostCopy(ABC):
 
     @abstractmethod
     def bring_back(self) -> None:
-        """Copy the values back to the device, unless they are there, and let its current stream wait for them."""
+        """Copy the packed values back to the GPU unless they are there, and let its current stream wait for the copy."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """The bytes of the copy; 0 before it is made."""
+        """Return the bytes of the copy in host memory; 0 before it is made."""
 
 
 class DecodedCopy:
-    """A reference to the last decoded copy of values that several saved tensors share."""
+    """Refers to the last decoded copy of values that several saved tensors share, so that it serves all of them."""
 
     __slots__ = ("__weakref__", "alive", "held", "num_unpacked", "stream")
 
     def __init__(self) -> None:
         self.alive: StorageRef | None = None
         self.held: Tensor | None = None  # set by `DecodedCopies`
-        self.stream = 0  # on which held values were decoded
-        self.num_unpacked = 0  # saved tensors that were unpacked so far
+        self.stream = 0  # the CUDA stream on which `held` was decoded
+        self.num_unpacked = 0  # number of saved tensors that were unpacked so far
 
     def values(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the decoded values if they still exist on the current CUDA stream; otherwise None."""
+        """Return the decoded values if they still exist and can be used on the current CUDA stream; otherwise None."""
         if self.held is not None:
             return self.held if current_stream(self.held.get_device()) == self.stream else None
         alive = self.alive.storage() if self.alive is not None else None
@@ -288,7 +288,7 @@ class DecodedCopies:
         self._held: deque[weakref.ref[DecodedCopy]] = deque()
 
     def hold(self, copy: DecodedCopy, values: Tensor) -> None:
-        """Keep `values` alive until the last saved tensor that shares them is unpacked, if memory allows it."""
+        """Keep `values` alive in `copy` until the last saved tensor that shares them is unpacked, if memory allows it."""
         if not values.is_cuda or values.nbytes < MIN_HELD_BYTES:
             return
         in_use, peak = memory_in_use(values.get_device())
@@ -309,7 +309,7 @@ current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # No
 
 
 def memory_in_use(index: int) -> tuple[int, int]:
-    """Return the bytes that are allocated on a GPU now and were at the peak; (0, 0) if its allocator does not count."""
+    """Return the bytes allocated on GPU `index`, now and at the peak; (0, 0) if its allocator does not count."""
     try:
         counts = torch.cuda.memory_stats_as_nested_dict(index)["allocated_bytes"]["all"]
     except (KeyError, RuntimeError):
@@ -319,10 +319,10 @@ def memory_in_use(index: int) -> tuple[int, int]:
 
 @final
 class StoredMask(StoredForm):
-    """A stored form with one exact bit for each value, which is decoded as one of two values.
+    """Stores one exact bit for each value of a saved tensor, which is decoded as one of two values.
 
-    `delayed`: a tensor that the next operation is going to encode. The mask is packed in the same pass over memory, or at the latest when
-    the forward pass ends.
+    `delayed`: the saved tensor itself, if a later operation is expected to encode it. The mask is then packed by the same kernel, or at the
+    latest when the forward pass ends.
     """
 
     packed_data = ("bits", "delayed")
@@ -337,7 +337,7 @@ class StoredMask(StoredForm):
         *,
         bounds: tuple[float, float] = (0.0, NO_BOUND),
     ) -> None:
-        """Hold `bits`: 1 for values between `bounds`, decoded as `values[0]`, and 0 for others, decoded as `values[1]`.
+        """Store `bits`: 1 (decoded as `values[0]`) for values between `bounds`, 0 (decoded as `values[1]`) for others.
 
         `bits` is None if `delayed` is given.
         """
@@ -346,13 +346,13 @@ class StoredMask(StoredForm):
         self.inside, self.outside = values
 
     def pack(self) -> None:
-        """Pack the mask now, if it was meant to be packed together with another tensor and is not packed yet."""
+        """Pack the mask now, if a later operation was expected to pack it together with another tensor, and did not."""
         tensor, self.delayed = self.delayed, None
         if tensor is not None and tensor._version == self.version:
             self.bits = pack_mask(tensor, *self.bounds)
 
     def pack_again(self) -> None:
-        """Pack the mask again after `restore_original`, and drop the reference to the original memory."""
+        """Pack the mask again after `restore_original` dropped it, and stop referring to the original memory."""
         if self.plain_values is not None and self.plain_values._version == self.version:
             self.bits, self.plain_values = pack_mask(self.plain_values, *self.bounds), None
 
@@ -368,7 +368,7 @@ class StoredMask(StoredForm):
 
 @final
 class StoredIntegers(StoredForm):
-    """A stored form with integers in a smaller dtype."""
+    """Stores saved integers in a smaller dtype, without loss."""
 
     packed_data = ("small",)
     __slots__ = ("small",)
@@ -387,7 +387,7 @@ class StoredIntegers(StoredForm):
 
 @final
 class StoredShape(StoredForm):
-    """A stored form of a tensor of which backward reads only the shape; it is unpacked as uninitialized memory."""
+    """Stands for a saved tensor of which backward reads only the shape; it is unpacked as uninitialized memory."""
 
     __slots__ = ("device",)
 
@@ -400,7 +400,7 @@ class StoredShape(StoredForm):
 
 
 class ViewLayout(NamedTuple):
-    """The size, strides and offset of a saved tensor within a piece of memory."""
+    """Holds size, strides and offset of a saved tensor in a piece of memory; `is_all`: whether the tensor fills the piece."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -409,7 +409,7 @@ class ViewLayout(NamedTuple):
 
 
 class StoredView:
-    """The object that autograd holds in place of a saved tensor; it refers to stored data and knows the tensor's layout."""
+    """Replaces a saved tensor in autograd's graph: refers to the stored data, and has the tensor's layout."""
 
     __slots__ = ("form", "layout")
 
@@ -428,7 +428,7 @@ class StoredView:
         return self.form.values().as_strided(size, stride, offset)
 
     def relu_output(self) -> Tensor:
-        """Return the output of a ReLU for its backward: the packed mask if there is one, else the unpacked tensor."""
+        """Return the output of a ReLU for backward: a `ReluOutput` of its packed mask, or else the tensor."""
         form, layout = self.form, self.layout
         if layout.is_all and type(form) is StoredMask and form.bits is not None:
             return ReluOutput(form.bits, layout.size, layout.stride, form.dtype)

@@ -1,1 +1,1 @@
-"""Weights that are stored packed between the calls of their modules."""
+"""Stores weights packed between the calls of their modules."""

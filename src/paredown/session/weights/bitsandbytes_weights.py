@@ -1,4 +1,4 @@
-"""4-bit weights of bitsandbytes, read from safetensors files into packed tensors without quantizing them again.
+"""Reads 4-bit weights of bitsandbytes from safetensors files into packed tensors, without quantizing them again.
 
     x.weight                                    uint8 (numel / 2, 1): two codes a byte, the first in the high bits; blocks cross rows
     x.weight.absmax                             float32, a scale for each block; or uint8 codes of them ("double quantization")
@@ -7,7 +7,7 @@
     x.weight.quant_state.bitsandbytes__nf4      uint8: JSON with quant_type, blocksize, dtype, shape, nested_blocksize, nested_offset
 
 A value is quant_map[code] * absmax, in float32; absmax is nested_quant_map[code] * nested_absmax + nested_offset under double quantization.
-The format is nf4/64@fp32 for blocks of 64. Blocks of ours do not cross rows: rows must be whole blocks, as they are in language models.
+The format is nf4/64@fp32 for blocks of 64. Blocks of this library do not cross rows, so each row must be made of whole blocks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ def four_bit_weights(tensors: Mapping[str, FileTensor]) -> Iterator[PackedInFile
 
 
 def _read(parts: Mapping[str, FileTensor], state: Mapping[str, Any], shape: torch.Size, dtype: torch.dtype) -> PackedTensor:
-    """Return a 4-bit weight of bitsandbytes as a packed tensor with the same values, from its `parts` (by suffix) and JSON `state`."""
     length = int(state["blocksize"])
     rows, cols = Format.rows_and_cols(shape)
     packed = parts[""].read()
@@ -69,7 +68,7 @@ def _scales(parts: Mapping[str, FileTensor], state: Mapping[str, Any]) -> Tensor
 
 
 def _reason_not_to_convert(parts: Mapping[str, FileTensor], state: Any) -> str:
-    """Return why a weight with these `parts` and JSON `state` cannot be converted exactly; "" if it can."""
+    """Return why a weight with the tensors `parts` and the JSON `state` cannot be converted exactly; "" if it can."""
     is_nested = "nested_absmax" in parts
     needed = {"", "absmax", "quant_map"} | ({"nested_quant_map"} if is_nested else set())
     lengths = [state.get(name) for name in ("blocksize", *(("nested_blocksize",) if is_nested else ()))]

@@ -1,4 +1,4 @@
-"""Checkpoints of packed weights: `load_packed` packs dense files as they are read, `save_packed` writes packed weights, which load again.
+"""Loads and saves packed weights: `load_packed` packs dense files while reading, `save_packed` writes codes.
 
     with torch.device("meta"):
         model = Model()                                   # no memory
@@ -8,7 +8,7 @@
 
 The files of `save_packed` are safetensors: x.codes, x.scales, x.minimums and x.tensor_scale for a packed weight x, other tensors under
 their names, and in each file the metadata "paredown", JSON: {"version": 1, "weights": {x: header of the packed tensor}}. A tensor that is
-packed in the files, by paredown or by bitsandbytes (nf4), stays as it is, whatever the plan.
+packed in the files, by paredown or by bitsandbytes (nf4), is not quantized again, whatever the plan says.
 """
 
 # pyright: reportPrivateUsage=false
@@ -57,14 +57,14 @@ ADAPTED = ".base_layer."
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a checkpoint, by the names that a model has for them; `where`: its folder or file, for messages."""
+    """Holds a checkpoint's tensors by their names in the model; `where` is its folder or file, for messages."""
 
     where: Path
     tensors: Mapping[str, FileTensor | PackedInFiles]
 
 
 def open_checkpoint(source: PathText | Sequence[PathText]) -> Checkpoint:
-    """Return the tensors of safetensors files, none of which is read yet; raise CheckpointError for files that are damaged or missing."""
+    """Find the tensors in safetensors files without reading values; raise CheckpointError for damaged files."""
     found = find_tensors(source, names=(PACKED, DENSE))
     wrapped = [name for name in found.tensors if name.endswith(WRAPPED)]
     if wrapped:
@@ -81,7 +81,7 @@ def open_checkpoint(source: PathText | Sequence[PathText]) -> Checkpoint:
 
 
 def _saved_weights(found: FoundTensors) -> Iterator[PackedInFiles]:
-    """Yield the packed weights that `save_packed` wrote into these files."""
+    """Yield the packed weights that `save_packed` wrote into the files whose tensors are `found`."""
     for metadata in found.metadata:
         if METADATA in metadata:
             value = parse_json(metadata[METADATA], "metadata of packed weights", CheckpointError, name=str(found.where))
@@ -103,7 +103,6 @@ def _shape_and_dtype(name: str, header: Any) -> tuple[torch.Size, torch.dtype]:
 
 
 def _read(name: str, header: str, parts: Mapping[str, FileTensor]) -> PackedTensor:
-    """Return a packed tensor from its header and parts; raise CheckpointError if they do not fit."""
     try:
         return PackedTensor.from_state_dict({"header": header, **{part: tensor.read() for part, tensor in parts.items()}})
     except CodecError as error:
@@ -114,7 +113,7 @@ def _read(name: str, header: str, parts: Mapping[str, FileTensor]) -> PackedTens
 
 
 def plan_of(plan: Plan | str | None) -> Plan:
-    """Return a plan, given itself or the name of a preset; for None, the plan that packs nothing."""
+    """Return `plan` itself or, for a name, the preset of this name; None stands for the plan that packs nothing."""
     chosen = Plan() if plan is None else Plan.preset(plan) if isinstance(plan, str) else plan
     if not isinstance(chosen, Plan):
         raise CheckpointError(f"plan is a Plan or the name of a preset, such as 'frozen4', not {brief(plan)}.")
@@ -131,10 +130,10 @@ def load_packed(
 ) -> None:
     """Load a model's parameters and buffers from safetensors files; each weight is packed in the plan's format when it is read.
 
-    `source`: a folder, a file, an index, or a list of files. `plan` or a preset: its formats for frozen weights; weights that are packed in
-    the files stay as they are. Never is more than one tensor in host memory beside what is stored. `device`: where the model will be, by
-    default where its parameters are, and the CPU for those on the meta device. Parameters keep their dtypes, and are new objects: make
-    optimizers afterwards. If files and model do not fit each other, CheckpointError says why, and the model is unmodified.
+    `source`: a folder, a file, an index, or a list of files. `plan`: a plan or preset, whose formats for frozen weights are used; weights
+    that are packed in the files are not quantized again. At most one tensor is in host memory beside those that are stored. `device`: where
+    the model will be, by default where its parameters are, and the CPU for those on the meta device. Parameters keep their dtypes, and are
+    new objects: make optimizers afterwards. If files and model do not fit, CheckpointError says why, and the model is unmodified.
     """
     checkpoint, plan = open_checkpoint(source), plan_of(plan)
     for name in router_weights(model):
@@ -159,7 +158,7 @@ def load_packed(
 
 
 def _name_in_files(names: Sequence[str], checkpoint: Checkpoint) -> str:
-    """Return which of the `names` of one parameter the files have; raise CheckpointError if tied names have different values."""
+    """Return the first name of a tied parameter in the files; raise CheckpointError if its values there differ."""
     first, *rest = [name for name in names if name in checkpoint.tensors]
     for name in rest:
         values = [value for value in (checkpoint.tensors[part].read() for part in (first, name)) if isinstance(value, Tensor)]
@@ -171,7 +170,7 @@ def _name_in_files(names: Sequence[str], checkpoint: Checkpoint) -> str:
 
 
 def _loaded(name: str, stored: FileTensor | PackedInFiles, slot: Tensor, plan: Plan, device: torch.device | str | None) -> Tensor:
-    """Return the value that a parameter or buffer gets from the files, in which it is `stored`; `slot`: what the model has now."""
+    """Read the tensor `stored` in files, and return the parameter or buffer that replaces the model's `slot`."""
     where = torch.device(device) if device is not None else slot.device if slot.device.type != "meta" else torch.device("cpu")
     value = moved(stored.read(), name, where, slot.dtype)
     if not isinstance(slot, nn.Parameter):
@@ -181,7 +180,7 @@ def _loaded(name: str, stored: FileTensor | PackedInFiles, slot: Tensor, plan: P
 
 
 def moved(value: Tensor | PackedTensor, name: str, device: Any, dtype: torch.dtype | None) -> Tensor | PackedTensor:
-    """Return a dense or packed tensor on `device`, with values of `dtype`; codes stay the same."""
+    """Return a dense or packed tensor moved to `device`, with values of `dtype`; codes stay the same."""
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=dtype)
     if dtype is not None and dtype not in DTYPES:
@@ -190,7 +189,7 @@ def moved(value: Tensor | PackedTensor, name: str, device: Any, dtype: torch.dty
 
 
 def parameter_of(name: str, value: Tensor | PackedTensor, plan: Plan) -> nn.Parameter:
-    """Return a parameter with this value: packed if it is packed in the file or by the plan."""
+    """Return a parameter with this value, packed if `value` is packed or the plan has a format for it."""
     return packed_parameter(value) if isinstance(value, PackedTensor) else pack_values(name, value, plan)
 
 
@@ -220,7 +219,7 @@ def _check_fits(model: nn.Module, checkpoint: Checkpoint, slots: Mapping[str, An
 def check_names(checkpoint: Checkpoint, model: str, missing: Sequence[str], unexpected: Sequence[str], advice: str = "") -> None:
     """Raise CheckpointError if the checkpoint lacks tensors or has tensors that the model does not have.
 
-    `model`, `advice`: the name of the model's class and the end of the message.
+    `model`: the name of the model's class. `advice`: the end of the error message.
     """
     if not missing and not unexpected:
         return
@@ -236,10 +235,10 @@ def check_names(checkpoint: Checkpoint, model: str, missing: Sequence[str], unex
 
 
 def save_packed(model: nn.Module, folder: PathText, *, max_shard: int | str = MAX_SHARD) -> None:
-    """Write a model's weights into `folder` as they are stored, packed ones as codes and scales; `load_packed` reads the same bits.
+    """Write a model's weights into `folder`, packed weights as codes and scales; `load_packed` reads the same bits.
 
     The model may have a session or none. `max_shard`: the largest file, such as "5GB". Files are written whole, and an index last, so that
-    an interrupt leaves an earlier checkpoint as it was. A transformers model is written with its config, and `from_pretrained` reads it.
+    an interrupt leaves an earlier checkpoint intact. A transformers model is written with its config, and `from_pretrained` reads it.
     """
     path = Path(folder)
     adapted = [name for name, _ in model.named_parameters() if ADAPTED in name]

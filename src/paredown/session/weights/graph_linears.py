@@ -1,4 +1,4 @@
-"""Linear layers with frozen packed weights in the graphs of `session.compile()`: their weights are decoded where they are multiplied.
+"""Decodes frozen packed weights of linear layers inside the graphs of `session.compile()`, where they are multiplied.
 
     forward    y      = x decode(codes)^T + bias
     backward   grad_x = grad decode(codes)
@@ -7,9 +7,9 @@ Both are operations of torch (`paredown::frozen_linear`, `paredown::frozen_linea
 saves nothing for them, and the decoded weight lives as long as the product, as in eager mode (`FrozenLinear`, optim/packed_parameter.py).
 Dynamo, which traces the model, skips the code of `PackedParameter`: without these operations each weight would have to be decoded before.
 
-A layer is such a one if it is an unmodified nn.Linear with a frozen weight and bias, its weight is in no other module, and it is no router
-of experts, which stays exact, and not the output head, whose loss may be computed in chunks. Its `forward` is replaced while the session
-is open.
+A layer is chosen if it is an unmodified nn.Linear with a frozen weight and bias, its weight is in no other module, and it is neither a
+router of experts, which stays exact, nor the output head, whose loss may be computed in chunks. Its `forward` is replaced while the
+session is open.
 """
 
 # pyright: reportPrivateUsage=false
@@ -84,10 +84,10 @@ torch.library.register_autograd("paredown::frozen_linear", _backward, setup_cont
 
 
 class GraphLinears:
-    """The layers of one model with frozen packed weights that compiled graphs decode."""
+    """Chooses the linear layers whose frozen packed weights compiled graphs decode, and replaces their forward."""
 
     def __init__(self, model: nn.Module, head: nn.Module | None, packed_before: frozenset[str] = frozenset()) -> None:
-        """Choose the layers, without the output head `head`; `packed_before`: names of weights that were packed before `apply`."""
+        """Choose frozen linear layers, except the output `head`; `packed_before`: names of weights packed before `apply`."""
         self.packed_before = packed_before
         routers = {id(parameter) for parameter in router_weights(model).values()}
         uses = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
@@ -104,16 +104,16 @@ class GraphLinears:
 
     @property
     def names(self) -> set[str]:
-        """The names of the parameters that may stay packed in compiled graphs."""
+        """Return the names of the parameters that may stay packed in compiled graphs."""
         return {f"{name}.weight" if name else "weight" for name in self._modules}
 
     @property
     def weights(self) -> set[int]:
-        """The ids of the parameters that may stay packed in compiled graphs."""
+        """Return the ids of the parameters that may stay packed in compiled graphs."""
         return {id(module.weight) for module in self._modules.values()}
 
     def attach(self) -> None:
-        """Replace the forward of the layers whose weights are packed."""
+        """Replace the forward of the chosen linear layers whose weights are packed."""
         for name, module in self._modules.items():
             weight = weight_of(module.get_parameter("weight"))
             if weight is not None:
@@ -124,7 +124,7 @@ class GraphLinears:
                     torch._dynamo.mark_static_address(part)
 
     def detach(self) -> None:
-        """Give the layers their own forward again."""
+        """Restore the original forward of the layers."""
         for module, weight in self._attached.values():
             weight.in_graphs = False
             for name in (WEIGHT, KIND, "forward"):
@@ -132,7 +132,7 @@ class GraphLinears:
         self._attached.clear()
 
     def check(self) -> None:
-        """Raise ApplyError if a layer is trained now: graphs have no gradient for its weight."""
+        """Raise ApplyError if a parameter of these layers requires a gradient, which compiled graphs do not compute."""
         with torch._C.DisableTorchFunctionSubclass():
             for name, (module, _) in self._attached.items():
                 if any(p is not None and p.requires_grad for p in module._parameters.values()):
@@ -140,9 +140,9 @@ class GraphLinears:
 
 
 def _forward(self: Any, x: Tensor) -> Tensor:
-    """Return the output of a layer for `x`, as a function that Dynamo can trace."""
+    """Return the output of a linear layer with a packed weight, as a replacement of forward that Dynamo can trace."""
     weight: Weight | None = self._paredown_weight
-    if weight is None:  # of a copy of the module, whose parameters are plain
+    if weight is None:  # in a copy of the module, whose parameters are not packed
         return functional.linear(x, self.weight, self.bias)
     format, size, dtype, device = self._paredown_kind
     bias = self.bias

@@ -1,4 +1,4 @@
-"""Stores weights packed between the forward passes of their modules.
+"""Stores weights packed while their modules do not run.
 
     before a module's forward    its packed parameters are decoded into new memory
     after it                     the weights that autograd saved are replaced by `DeferredWeight`, and the decoded memory is freed
@@ -72,7 +72,7 @@ NO_BACKWARD = -1  # id of the current graph task outside backward
 
 
 class Weights:
-    """The packed weights of one model, and the hooks that decode them while their modules run."""
+    """Packs the weights of one model, and decodes them by hooks while their modules run."""
 
     def __init__(
         self,
@@ -83,18 +83,18 @@ class Weights:
         checkpointed: frozenset[nn.Module] = frozenset(),
         graphs: GraphLinears | None = None,
     ) -> None:
-        """Prepare packing; the hooks of the `checkpointed` modules, those in plan.recompute, end before the hooks registered here.
+        """Prepare to pack weights as `plan` requests; `attach` packs them.
 
-        `graphs`: the layers whose weights compiled graphs decode.
+        `checkpointed`: the modules that `plan.recompute` names. `graphs`: the layers whose weights compiled graphs decode.
         """
-        self.weights: dict[str, Weight] = {}  # those of `shards` too
+        self.weights: dict[str, Weight] = {}  # the packed weights, also those of `shards`
         self.shards: dict[str, PackedShard] = {}  # the packed weights that fully_shard manages
         self.small: dict[str, Format] = {}
         self.not_packed: dict[str, tuple[Format, str]] = {}  # name -> requested format, and why the parameter is not packed
         self.pinned: set[str] = set()
         self._packed_before: dict[str, Format | None] = {}  # name -> requested format, of weights that were packed before apply
         self._plain: set[str] = set()  # names of parameters whose dtype is the requested format already
-        self.held: tuple[str, ...] = ()  # names of those still unpacked at the end of the last forward pass
+        self.held: tuple[str, ...] = ()  # names of weights that were still decoded when the last forward pass ended
         self._plan, self._model, self._is_compiled, self._checkpointed = plan, weakref.ref(model), is_compiled, checkpointed
         self._graphs = graphs
         # weights that other code refers to -> whether references to the Python object count, and the handle of the hook that tries again
@@ -106,7 +106,7 @@ class Weights:
         self._loading: list[tuple[str, weakref.ref[nn.Parameter], Format]] = []  # packed before the next forward pass
 
     def _stays_plain(self, name: str, parameter: nn.Parameter, format: Format) -> bool:
-        """Return whether a parameter is not packed because its dtype is the format already, or because it is small."""
+        """Return whether a parameter stays unpacked, since its dtype is the requested format or it is small; if so, note it."""
         if parameter.dtype is PLAIN_DTYPES.get(str(format)):
             self._plain.add(name)
             return True
@@ -116,7 +116,7 @@ class Weights:
         return False
 
     def _adopt(self, name: str, weight: Weight, format: Format | None, reason: str | None) -> None:
-        """Take over a weight that was packed before the session; decode it if there is a `reason` not to pack it."""
+        """Take over a weight packed before the session; decode it for good if there is a `reason` not to pack it."""
         if reason is not None:
             self.not_packed[name] = weight.format, reason
             weight.release()
@@ -145,12 +145,12 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales of all packed weights."""
+        """Return the bytes of codes and scales of all packed weights."""
         self._remove_released()
         return sum(weight.nbytes for weight in self.weights.values())
 
     def changes(self) -> Iterator[Change]:
-        """Yield a row of changes for each weight that is not stored as the plan requests."""
+        """Yield a `Change` for each weight that is not stored as the plan requests."""
         self._remove_released()
         if self.small:
             asked = ", ".join(dict.fromkeys(str(format) for format in self.small.values()))
@@ -178,7 +178,7 @@ class Weights:
             yield Change(f"weight={name}", str(self.weights[name].packed.format), "unpacked until backward", HELD)
 
     def _added(self, parameters: dict[str, nn.Parameter]) -> Iterator[Change]:
-        """Yield a row of changes for each parameter that was added to the model after apply."""
+        """Yield a `Change` for each parameter that was added after `apply` and is not packed as requested."""
         names = {*self._plain, *self.weights, *self.not_packed, *self.small, *(name for name, *_ in self._loading)}
         known = {id(parameters[name]) for name in names if name in parameters}  # by id: a parameter may have several names
         for name, parameter in parameters.items():
@@ -196,7 +196,7 @@ class Weights:
             self.not_packed[name] = weight.packed.format, RELEASED
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of each module by name, tied ones under each of their names."""
+        """Yield the (name, parameter) pairs of all modules; a tied parameter comes once for each of its names."""
         model = self._model()
         sharded = packed_shards.sharded_of_whole(model) if model is not None and self.shards else {}
         for path, module in model.named_modules() if model is not None else ():
@@ -206,9 +206,9 @@ class Weights:
     # --- hooks --------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Pack the weights and register the hooks.
+        """Pack the weights and register the hooks that decode them.
 
-        `Watch.attach` comes first, whose hooks must see saved tensors before these.
+        The session's `Watch` must register its hooks first, since it must see saved tensors before these hooks replace them.
         """
         try:
             self._pack()
@@ -239,7 +239,7 @@ class Weights:
         self._pack_shards(sharded)
 
     def _pack_shards(self, sharded: dict[str, tuple[DTensor, Format]]) -> None:
-        """Pack this process's rows of parameters under fully_shard, in all processes alike."""
+        """Pack this process's rows of parameters that fully_shard manages; all processes must pack the same parameters."""
         model = self._model()
         if sharded and model is not None:
             packed, refused = packed_shards.pack_shards(sharded, model)
@@ -250,7 +250,7 @@ class Weights:
                 self._writes.watch(name, shard.weight)
 
     def _repack_shards(self) -> None:
-        """Pack rows again that load_state_dict(assign=True) or model.to() has replaced by plain ones."""
+        """Pack rows of sharded parameters again if load_state_dict(assign=True) or model.to() replaced them."""
         replaced: dict[str, tuple[DTensor, Format]] = {}
         for name, shard in [(name, shard) for name, shard in self.shards.items() if shard.is_replaced]:
             del self.shards[name], self.weights[name]
@@ -298,9 +298,9 @@ class Weights:
         self._handles.append(module.register_forward_hook(Hook(partial(self._leave, place)), always_call=True))
 
     def in_graphs(self, model: nn.Module, head: nn.Module | None) -> Weights:
-        """Return the `Weights` that replace these when the model's graphs are compiled, which hooks would break.
+        """Remove the hooks, which would break compiled graphs; return the `Weights` of a compiled session.
 
-        Weights of frozen linear layers stay packed, but for the output `head`; the others are decoded.
+        Weights of frozen linear layers stay packed, except that of the output `head`; other weights are decoded.
         """
         graphs = GraphLinears(model, head, frozenset(self._packed_before))
         self.detach(stay=graphs.weights)
@@ -312,9 +312,9 @@ class Weights:
             self._graphs.check()
 
     def detach(self, packed_base: bool | None = None, stay: Collection[int] = ()) -> None:
-        """Remove the hooks, and decode parameters; frozen ones stay packed if `packed_base`, or if None and packed before apply.
+        """Remove the hooks and decode the parameters, except those that stay packed.
 
-        `stay`: ids of parameters that stay packed in any case.
+        `packed_base`: True leaves frozen weights packed, None those that were packed before `apply`. `stay`: ids of others to leave packed.
         """
         if self._graphs is not None:
             self._graphs.detach()
@@ -358,7 +358,7 @@ class Weights:
             call.begin_saves()
 
     def _unpack(self, weight: Weight, accumulators: Accumulators) -> None:
-        """Decode a parameter before its module runs, and count the references to it, so that later ones are noticed."""
+        """Decode a weight before its module runs, and count references to its memory, to notice those that the module adds."""
         with self._lock:  # threads may run the same module
             weight.users += 1
             if not weight.address:
@@ -376,7 +376,7 @@ class Weights:
             self._finish(calls.pop(), output)
 
     def _finish(self, call: WeightCall, output: Any) -> None:
-        """End a module's call: replace weights that autograd saved in it, and free its decoded parameters."""
+        """End a module's call: replace the weights that autograd saved, and free the module's decoded parameters."""
         weights, is_deferred = call.weights, call.end_saves()
         if not weights:
             return
@@ -399,9 +399,9 @@ class Weights:
                 self._free(weight, is_hooked)
 
     def _free(self, weight: Weight, is_hooked: bool) -> None:
-        """Free the decoded values of a parameter, unless other code refers to them.
+        """Free the decoded values of a weight, unless other code refers to them.
 
-        `is_hooked`: saved-tensor hooks of other code may hold the parameter itself.
+        `is_hooked`: whether saved-tensor hooks of other code may hold the parameter object.
         """
         if weight.is_referenced(by_objects=is_hooked):
             self._hold(weight, is_hooked)
@@ -413,10 +413,10 @@ class Weights:
         weight.hide()
 
     def _hold(self, weight: Weight, is_hooked: bool) -> None:
-        """Leave a parameter decoded while other code refers to it, and try again once its gradient is complete.
+        """Leave a weight decoded, since other code refers to it, and try to free it once its gradient is complete.
 
-        Frozen parameters of a checkpointed module have no gradient: they are tried again at the next call of this method, and when
-        backward ends.
+        Frozen weights of a checkpointed module have no gradient: freeing them is tried at the next call of this method, and when backward
+        ends.
         """
         parameter = weight.parameter
         if weight in self._held or parameter is None:
@@ -433,9 +433,9 @@ class Weights:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.retry(weight))
 
     def retry(self, weight: Weight, *, in_backward: bool = False) -> None:
-        """Free a parameter's decoded values if the references that prevented it are gone.
+        """Free a weight's decoded values if the references that prevented this are gone.
 
-        `in_backward`: a hook on its gradient calls this.
+        `in_backward`: whether the hook on the weight's gradient calls this method.
         """
         if weight not in self._held or weight.users:
             return
@@ -449,7 +449,7 @@ class Weights:
                 self._free(weight, is_hooked)
 
     def _end_interrupted(self, interrupted: list[WeightCall]) -> None:
-        """End the module calls of this thread whose forward hooks an exception has skipped."""
+        """End those module calls of this thread whose forward hooks did not run because of an exception."""
         for call in reversed(list(interrupted)):
             self._calls().remove(call)
             call.end_saves()
@@ -479,7 +479,7 @@ class Weights:
             self.held = tuple(name for name, weight in self.weights.items() if weight in self._held)
 
     def _loaded(self, module: nn.Module, keys: Any) -> None:
-        """Make the next forward pass pack parameters that load_state_dict(assign=True) replaced."""
+        """Let the next forward pass pack parameters that load_state_dict(assign=True) put in place of packed ones."""
         self._repack_shards()
         for name, parameter in self._named():
             weight = self.weights.get(name) if name not in self.shards else None
@@ -501,9 +501,9 @@ class Weights:
     # --- outside of modules -------------------------------------------------------------------------------------------
 
     def used(self, result: Any, first: int, values: list[tuple[Weight, Tensor]]) -> None:
-        """Replace the decoded `values` that an operation outside of the weights' modules saved for backward.
+        """Replace the decoded weights that autograd saved for an operation outside of the weights' modules.
 
-        `result`: what the operation returned. `first`: the sequence number of its first autograd node.
+        `result`: the operation's output. `first`: the sequence number of its first autograd node. `values`: the weights that it read.
         """
         if torch.is_grad_enabled():
             release_saved_weights(result, first, {value.untyped_storage()._cdata: weight for weight, value in values})
@@ -532,7 +532,7 @@ class Weights:
 
     @contextmanager
     def unpacked(self) -> Generator[None]:
-        """Return a context in which all parameters are unpacked; those that change are encoded when it ends."""
+        """Return a context in which packed parameters are decoded; those changed in it are quantized again at its end."""
         self._remove_released()
         shards = {shard.weight for shard in self.shards.values()}  # which are DTensors all the time
         plain = [weight for weight in self.weights.values() if weight not in shards and weight.parameter is not None]
@@ -549,7 +549,7 @@ class Weights:
 
 
 def _retry_after_gradient(retry: weakref.WeakMethod[Any], ref: weakref.ref[Weight], parameter: Tensor) -> None:
-    """Free a parameter's decoded values once its gradient is accumulated, since backward has used them by then."""
+    """Free a weight's decoded values, as a hook that runs when backward has used them and accumulated the gradient."""
     method, weight = retry(), ref()
     if method is not None and weight is not None:
         method(weight, in_backward=True)

@@ -1,4 +1,4 @@
-"""Safetensors files, read one tensor at a time and written whole or not at all.
+"""Reads safetensors files one tensor at a time, and writes them whole or not at all.
 
     8 bytes  length of the header, little-endian
     header   JSON: {"__metadata__": {name: text}, tensor: {"dtype": "BF16", "shape": [...], "data_offsets": [begin, end]}, ...}
@@ -44,20 +44,20 @@ WHAT = "safetensors file"
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a safetensors file that has not been read yet."""
+    """Describes a tensor in a safetensors file that has not been read yet."""
 
     path: Path
     dtype: torch.dtype
     shape: torch.Size
-    start: int  # of its bytes in the file
+    start: int  # offset of its first byte in the file
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tensor."""
+        """Return the bytes of the tensor."""
         return self.shape.numel() * self.dtype.itemsize
 
     def read(self) -> Tensor:
-        """Return the tensor, in new memory."""
+        """Read the tensor from its file into new memory, and return it."""
         data = torch.empty(self.nbytes, dtype=torch.uint8)
         view = memoryview(data.numpy().data)
         try:
@@ -74,7 +74,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class PackedInFiles:
-    """A packed tensor whose codes and scales are tensors in files."""
+    """Describes a packed tensor in files, as the tensors `names` (codes, scales); `read` reads and returns it."""
 
     name: str
     shape: torch.Size
@@ -85,7 +85,7 @@ class PackedInFiles:
 
 @dataclass(frozen=True)
 class FoundTensors:
-    """The tensors that a checkpoint has, by name, with the metadata of its files."""
+    """Holds a checkpoint's tensors by name, which are not read yet, and the metadata of each of its files."""
 
     where: Path
     tensors: Mapping[str, FileTensor]
@@ -93,9 +93,9 @@ class FoundTensors:
 
 
 def find_tensors(source: PathText | Sequence[PathText], *, names: Sequence[str] = ()) -> FoundTensors:
-    """Return the tensors of a safetensors file, an index, a list of files, or a folder; raise CheckpointError if a file is damaged.
+    """Find tensors in a file, an index, a list of files or a folder; raise CheckpointError if a file is damaged.
 
-    `names`: files (without .safetensors) that are looked for first in a folder, with an index or without.
+    `names`: names (without .safetensors) of files or indices that are looked for first in a folder.
     """
     if not isinstance(source, str | Path):
         files = [Path(path) for path in source]  # type: ignore[union-attr]
@@ -118,7 +118,10 @@ def find_tensors(source: PathText | Sequence[PathText], *, names: Sequence[str] 
 
 
 def _in_folder(folder: Path, names: Sequence[str]) -> Path:
-    """Return the path of the index or file named in `names`, or of the only one in a folder; raise CheckpointError otherwise."""
+    """Return the path of a safetensors file or index in `folder`: the first of `names` that is there, or else the only one.
+
+    Raise CheckpointError if there is none, or several.
+    """
     for name in names:
         for path in (folder / f"{name}{INDEX_SUFFIX}", folder / f"{name}{SUFFIX}"):
             if path.is_file():
@@ -133,9 +136,9 @@ def _in_folder(folder: Path, names: Sequence[str]) -> Path:
 
 
 def _merged(where: Path, files: Sequence[Path], file_of: Mapping[str, str] | None) -> FoundTensors:
-    """Return the tensors of all files together; raise CheckpointError if they are not those of the index.
+    """Return the tensors of all files together; raise CheckpointError if they are not the tensors of the index.
 
-    `file_of`: the index, tensor name -> file name; None without one.
+    `file_of`: the index, tensor name -> file name; None if there is no index.
     """
     tensors: dict[str, FileTensor] = {}
     metadata: list[Mapping[str, str]] = []
@@ -157,7 +160,7 @@ def _merged(where: Path, files: Sequence[Path], file_of: Mapping[str, str] | Non
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return the description of each tensor in a file by name, and the file's metadata."""
+    """Return the description of each tensor in a file by name, and under the key METADATA the file's metadata."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -196,7 +199,7 @@ def _tensor(path: Path, name: str, row: Any, begin: int) -> FileTensor:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Tensors that must be in the same file, with a text that describes them."""
+    """Holds tensors that must be written into the same file, such as codes and scales of a weight, and a text on them."""
 
     name: str
     tensors: Mapping[str, Tensor]
@@ -211,7 +214,7 @@ def write_shards(
     describe: Callable[[dict[str, str]], dict[str, str]],
     max_bytes: int,
 ) -> None:
-    """Write records into files of at most `max_bytes` (or one record), then their index `name`.
+    """Write records into files of at most `max_bytes` each (or one larger record), then their index `name`.
 
     `describe` returns the metadata of a file from the texts of its records. Files of an earlier checkpoint of this name are deleted last.
     """
@@ -234,7 +237,6 @@ def write_shards(
 
 
 def _shards(records: Iterable[TensorRecord], max_bytes: int) -> Iterator[list[TensorRecord]]:
-    """Yield lists of records of at most `max_bytes` together."""
     shard, num_bytes = list[TensorRecord](), 0
     for record in records:
         size = sum(tensor.nbytes for tensor in record.tensors.values())
@@ -248,7 +250,7 @@ def _shards(records: Iterable[TensorRecord], max_bytes: int) -> Iterator[list[Te
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write one file; tensors of other devices are copied to the host one at a time."""
+    """Write a safetensors file; tensors on other devices are copied to the host one at a time."""
     header: dict[str, Any] = {METADATA: dict(metadata)}
     end = 0
     for name, tensor in tensors.items():

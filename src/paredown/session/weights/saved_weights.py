@@ -1,4 +1,4 @@
-"""Weights that autograd saved for backward are replaced by `DeferredWeight`, which decodes the packed weight when backward uses it.
+"""Replaces weights saved for backward by `DeferredWeight`, which decodes the packed weight when backward uses it.
 
 A saved tensor is replaced if it lies in the memory of an unpacked parameter (the parameter or a view of it), or if it is a cast of one, as
 autocast makes: its autograd history leads through casts and views to the parameter. The values of a cast are compared with the weight
@@ -52,7 +52,7 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.Con
 
 
 class DeferredWeight:
-    """The object that autograd holds in place of a saved weight; it decodes the packed weight when backward uses it."""
+    """Replaces a saved weight in autograd's graph, and decodes the packed weight when backward uses it."""
 
     __slots__ = ("accumulator", "dtype", "offset", "size", "stride", "version", "weight")
 
@@ -72,7 +72,7 @@ setattr(DeferredWeight.tensor, IS_WEIGHT, True)  # other hooks skip saved tensor
 
 
 def _follow(node: Any, hops: tuple[int, ...], name: str) -> Any:
-    """Return the saved-tensor handle at the end of a known path through autograd's graph; None if it is not there.
+    """Return autograd's handle of the saved tensor at the end of a path in the graph; None if there is none.
 
     `hops`: the indices of the edges from `node` on. `name`: the name of the saved-tensor attribute of the last node.
     """
@@ -93,11 +93,11 @@ def release_saved_weights(
     *,
     is_layer: bool = False,
 ) -> bool:
-    """Replace the weights that autograd nodes behind `values` saved, and return whether other hooks may hold a weight.
+    """Replace weights that the nodes behind `values` saved; return whether other code's hooks may hold one.
 
-    Only nodes with a sequence number of at least `first` are visited. `memory`: storage address -> weight, of the unpacked parameters.
+    Only nodes with a sequence number of at least `first` are visited. `memory`: storage address -> weight, for all decoded weights.
     `trails` receives the path to each replaced tensor: the indices of edges from the node of `values`, and the name of the saved-tensor
-    attribute, "" if it is one of a list. `is_layer`: one of LAYERS runs.
+    attribute, "" if it is one of a list. `is_layer`: whether `values` are the output of a module whose class is in LAYERS.
     """
     is_hooked = False
     for node, hops in _nodes(values, first):
@@ -125,7 +125,10 @@ def _saved(node: Any) -> list[tuple[str, Any]]:
 
 
 def _replace(raw: Any, memory: Mapping[int, Weight], *, is_layer: bool) -> bool:
-    """Replace a saved tensor that is a packed weight, a view of one or its cast; return whether it was one."""
+    """Replace a saved tensor, given its handle, if it is a decoded weight or a view or cast of one; return whether it is.
+
+    `raw`: autograd's `SavedTensor`. `memory`, `is_layer`: as for `release_saved_weights`.
+    """
     if raw is None:
         return False
     tensor = raw.data
@@ -144,10 +147,10 @@ def _replace(raw: Any, memory: Mapping[int, Weight], *, is_layer: bool) -> bool:
 
 
 class CheckpointedSaves:
-    """Saved-tensor hooks that keep packed frozen weights out of a checkpoint's recomputation.
+    """Registers saved-tensor hooks that keep decoded frozen weights out of a checkpoint's second forward pass.
 
-    The hooks of checkpointing get every tensor, so that both forward passes count the same ones. What they return for a weight is dropped:
-    the second forward pass then stores nothing for it, and backward decodes it.
+    The hooks of checkpointing get every tensor, so that they count as many in both forward passes. What they return for a weight is
+    dropped: the second forward pass then stores nothing for the weight, and backward decodes it.
     """
 
     __slots__ = ("__weakref__", "_memory", "_outer")
@@ -166,11 +169,11 @@ class CheckpointedSaves:
         return (packed, None) if weight is None or tensor.dtype is not weight.dtype else (None, DeferredWeight(weight, tensor))
 
     def unpack(self, packed: tuple[Any, DeferredWeight | None]) -> Tensor:
-        """Return the saved tensor."""
+        """Return the saved tensor, decoded if it is a weight."""
         return self._outer[1](packed[0]) if packed[1] is None else packed[1].tensor()
 
     def leave(self) -> None:
-        """Remove these hooks, unless other code has removed them already."""
+        """Remove these saved-tensor hooks, unless other code has removed them already."""
         hooks = top_hooks(True)
         if hooks is not None and hooks[0] == self.pack:
             torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -203,7 +206,7 @@ Accumulators = dict[Weight, tuple[Tensor, Any]]  # `Weight.empty` and the Accumu
 def gradient_node(weight: Weight, known: Accumulators) -> Any:
     """Return the autograd node that accumulates the gradient of a weight; `known` has the nodes found before.
 
-    It is None for frozen weights, and in inference mode.
+    Return None for frozen weights, and in inference mode.
     """
     parameter = weight.parameter
     if parameter is None or not parameter.requires_grad:
@@ -219,7 +222,7 @@ def gradient_node(weight: Weight, known: Accumulators) -> Any:
 
 
 def _nodes(values: Any, first: int) -> Iterator[tuple[Any, tuple[int, ...]]]:
-    """Yield each autograd node behind `values` with the edges that lead to it, from sequence number `first` on."""
+    """Yield (node, indices of the edges that lead to it) for the autograd nodes behind `values` from number `first` on."""
     pending: list[Any] = [(t.grad_fn, ()) for t in tensors_in(values) if t.grad_fn is not None]
     seen: set[Any] = set()
     while pending:
@@ -236,7 +239,7 @@ def leads_to_weight(values: Any) -> bool:
 
 
 def _source(tensor: Tensor) -> tuple[str, Any, list[str]]:
-    """Return the first operation behind a tensor that is no cast or view, and the names of the casts and views passed."""
+    """Return (name, node) of the operation that computed `tensor`, and names of casts and views after it."""
     node, names = tensor.grad_fn, list[str]()
     while node is not None:
         name = node.name()
@@ -267,7 +270,7 @@ def _has_size(tensor: Tensor, weight: Weight) -> bool:
 
 
 def _frozen_weight_of(cast: Tensor, memory: Mapping[int, Weight], *, is_layer: bool) -> Weight | None:
-    """Return the frozen weight of which a saved tensor is a cast; None if it is not one."""
+    """Return the frozen weight in `memory` of which the saved tensor `cast` is a cast; None if there is none."""
     for weight in memory.values():
         parameter = weight.parameter
         if parameter is None or parameter.requires_grad or cast.dtype not in DTYPES or cast.dtype is weight.dtype:
@@ -283,7 +286,7 @@ def _frozen_weight_of(cast: Tensor, memory: Mapping[int, Weight], *, is_layer: b
 def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
     """Return whether a tensor has the values of the weight, bit for bit.
 
-    If so, `place` (where the tensor was saved) is remembered, unless all values are equal, which may be chance.
+    If so, `place` (a key for where the tensor was saved) is remembered, unless all values are the same, when the match may be chance.
     """
     flat = tensor.detach().as_strided(weight.size, weight.stride, 0)
     is_equal = same_bits(flat, weight.shared(tensor.dtype))
@@ -296,7 +299,7 @@ def _is_equal(tensor: Tensor, weight: Weight, place: Any) -> bool:
 
 
 class PackedModule:
-    """A module with packed parameters, and the recorded places at which autograd saves them when the module is called."""
+    """Describes a module with packed parameters, and the paths in autograd's graph to where its calls save them."""
 
     __slots__ = ("_is_layer", "_known", "_trails", "_weights", "accumulators", "module")
 
@@ -319,9 +322,9 @@ class PackedModule:
         return self._weights
 
     def release(self, output: Any, call: WeightCall) -> bool:
-        """Replace the weights that a call of the module saved, and return whether other hooks may hold a weight.
+        """Replace the weights that a call of the module saved; return whether hooks of other code may hold a weight.
 
-        The paths that earlier calls found are tried first.
+        The paths in autograd's graph that earlier calls found are tried first.
         """
         memory = {weight.address: weight for weight in call.weights}
         node = output.grad_fn if isinstance(output, Tensor) else None
@@ -339,7 +342,7 @@ class PackedModule:
 
 
 class WeightCall:
-    """A running call of a module with packed parameters."""
+    """Describes a running call of a module with packed parameters, which are decoded until the call ends."""
 
     __slots__ = ("_saves", "first", "place", "weights")
 
@@ -348,14 +351,14 @@ class WeightCall:
         self._saves: CheckpointedSaves | None = None
 
     def begin_saves(self) -> None:
-        """Replace frozen weights that the module saves inside torch.utils.checkpoint, from now on."""
+        """Begin to replace the frozen weights that the module saves, if it runs inside torch.utils.checkpoint."""
         hooks = top_hooks(True)
         if hooks is not None and not keeps_objects(hooks[0]):
             frozen = [weight for weight in self.weights if (p := weight.parameter) is not None and not p.requires_grad]
             self._saves = CheckpointedSaves(hooks, frozen) if frozen else None
 
     def end_saves(self) -> bool:
-        """Stop replacing saved weights, and return whether `begin_saves` was called."""
+        """Stop replacing saved weights, and return whether `begin_saves` had begun to."""
         saves, self._saves = self._saves, None
         if saves is not None:
             saves.leave()
@@ -363,7 +366,7 @@ class WeightCall:
 
 
 def is_frozen_linear(module: nn.Module) -> bool:
-    """Return whether a module is a plain nn.Linear with frozen parameters, which computes with its weight packed."""
+    """Return whether a module is an unmodified nn.Linear with frozen parameters, which needs no decoded weight."""
     if type(module) is not nn.Linear or "forward" in vars(module):
         return False
     with torch._C.DisableTorchFunctionSubclass():
@@ -371,7 +374,7 @@ def is_frozen_linear(module: nn.Module) -> bool:
 
 
 def parameters_without_hooks(model: nn.Module, is_compiled: bool) -> dict[int, str]:
-    """Return the parameters that cannot be packed because hooks do not run in their modules, by id, with the reason."""
+    """Return {id: reason} of the parameters that cannot be packed because hooks do not run in their modules."""
     reasons: dict[int, str] = {}
     for module in model.modules():
         compiled = hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
@@ -383,7 +386,7 @@ def parameters_without_hooks(model: nn.Module, is_compiled: bool) -> dict[int, s
 
 
 def export_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Replace packed weights in a state dict by decoded tensors; tied weights stay one tensor."""
+    """Replace packed weights in a state dict by decoded tensors, as a state-dict hook; tied weights stay one tensor."""
     for name in module._parameters:
         value = state.get(prefix + name)
         if isinstance(value, PackedParameter):

@@ -1,8 +1,8 @@
-"""Packed weights that no session has: loaded packed (`checkpoint.py`), or left packed by `Session.close(packed_base=True)`.
+"""Makes and finds packed weights without a session: loaded packed, or left so by `Session.close`.
 
-    p = pack_values("fc.weight", values, plan)     an nn.Parameter: packed where the plan has a format for frozen weights, else plain
-    p = packed_parameter(packed)                   the same of codes and scales that exist already
-    export_decoded(model)                          state dicts of the model have decoded values, as those of a session have
+    p = pack_values("fc.weight", values, plan)     an nn.Parameter, packed if the plan has a format for frozen weights
+    p = packed_parameter(packed)                   an nn.Parameter from codes and scales that exist already
+    export_decoded(model)                          state dicts of the model have decoded values from now on
 
 Such a parameter is a `PackedParameter`: functions of torch decode it, so that the model runs, but autograd saves the decoded weights.
 `apply` gives it to a session without quantizing it again; `session.close()` leaves it packed.
@@ -36,7 +36,7 @@ QUANTIZED_BEFORE = "it is a {}, which is quantized or wrapped already, and stays
 
 
 def reason_to_keep_plain(parameter: Tensor, format: Format) -> str | None:
-    """Return why a parameter cannot be stored packed; None if it can."""
+    """Return why a parameter cannot be stored packed in `format`; None if it can."""
     if type(parameter) is not nn.Parameter:
         return "another session has it" if type(parameter) is PackedParameter else QUANTIZED_BEFORE.format(type(parameter).__name__)
     reason = reason_not_to_encode(parameter, format)
@@ -63,7 +63,7 @@ def is_finite(values: Tensor) -> bool:
 
 
 def format_of(plan: Plan, name: str, values: Tensor) -> Format | None:
-    """Return the format in which a plan stores a frozen weight; None if it leaves the weight plain, as `apply` does with small ones."""
+    """Return the format in which a plan stores a frozen weight; None if it stays unpacked, as small weights do."""
     format = plan.find((name,), Role.FROZEN).format
     is_plain = format is None or values.dtype is PLAIN_DTYPES.get(str(format)) or is_small(values.shape)
     return None if is_plain or format is None or reason_not_to_encode(values, format) else format
@@ -84,7 +84,7 @@ def pack_values(name: str, values: Tensor, plan: Plan) -> nn.Parameter:
 
 
 def packed_parameter(packed: PackedTensor) -> nn.Parameter:
-    """Return a frozen parameter that is stored in these codes and scales."""
+    """Return a frozen parameter that is stored as the codes and scales of `packed`."""
     parameter = nn.Parameter(torch.empty(packed.shape, dtype=packed.dtype, device=packed.device), requires_grad=False)
     weight = Weight(parameter, packed, PackedParameter)
     vars(parameter)[KEY] = weight
@@ -99,9 +99,9 @@ def unattached_weight(parameter: Tensor) -> Weight | None:
 
 
 def stays_packed(weight: Weight, packed_base: bool | None, was_packed: bool) -> bool:
-    """Return whether a weight stays packed when its session ends; `was_packed`: it was packed before.
+    """Return whether a weight stays packed when its session ends.
 
-    `packed_base` is the argument of `Session.close`.
+    `was_packed`: whether it was packed before the session. `packed_base`: the argument of `Session.close`.
     """
     parameter = weight.parameter
     if parameter is None or weight.is_released:
@@ -110,7 +110,10 @@ def stays_packed(weight: Weight, packed_base: bool | None, was_packed: bool) -> 
 
 
 def kept_formats(asked: Mapping[str, Format | None], weights: Mapping[str, Weight]) -> Iterator[Change]:
-    """Yield a row of changes for each weight that was packed before `apply` in another format than the plan's."""
+    """Yield a `Change` for weights that were packed before `apply` in another format than the plan's.
+
+    `asked`: the formats that the plan requests, by name of the weight.
+    """
     rows: dict[tuple[str, str], list[str]] = {}
     for name, format in asked.items():
         if name in weights and str(format) != str(weights[name].format):
@@ -121,7 +124,7 @@ def kept_formats(asked: Mapping[str, Format | None], weights: Mapping[str, Weigh
 
 
 def export_decoded(model: nn.Module) -> None:
-    """Make state dicts of the model contain decoded values in place of packed weights."""
+    """Register hooks that put decoded values in place of packed weights into all later state dicts of the model."""
     for module in model.modules():
         if any(p is not None and weight_of(p) is not None for p in module._parameters.values()):
             module.register_state_dict_post_hook(Hook(export_plain))

@@ -1,4 +1,4 @@
-"""Writes into packed weights that rounding would lose: one warning of each kind in a session, and a row of `changes` for each weight.
+"""Warns of writes into packed weights that rounding would lose, and lists them in `session.changes`.
 
 Weights whose values the format does not suit have a row from the start (`Weight.rounding_error`).
 
@@ -7,8 +7,8 @@ Weights whose values the format does not suit have a row from the start (`Weight
     foreign steps  an optimizer that is not of paredown.optim updates packed weights, or a loop does that writes p -= lr * p.grad: their
                    new values are rounded to nearest, which loses every update below half a step of the format
 
-A write is an update where it changes values by less than half of their norm; other writes (initialization) are new values, whose rounding
-error is that of the format. Values that load_state_dict writes are supposed to be encoded, and are not reported.
+A write counts as an update if it changes values by less than half of their norm; other writes (initialization) are new values, whose
+rounding error is that of the format. Values that load_state_dict writes are meant to be quantized, and are not reported.
 """
 
 # pyright: reportPrivateUsage=false
@@ -69,11 +69,11 @@ class WeightWrites:
         self._merged: dict[str, Change] = {}
         self._foreign: Change | None = None
         self._stepping: list[tuple[str, Weight, float]] | None = (
-            None  # updates in the step of a foreign optimizer, with their errors
+            None  # (name, weight, error) of each update in the running step of another library's optimizer
         )
         self._num_seen: WeakKeyDictionary[Optimizer, int] = (
             WeakKeyDictionary()
-        )  # parameters of optimizers that have no packed weight
+        )  # optimizer without a packed weight -> number of its parameters
 
     def watch(self, name: str, weight: Weight) -> None:
         """Start observing writes into a packed weight."""
@@ -84,7 +84,7 @@ class WeightWrites:
             self._coarse[name] = Change(f"weight={name}", format, format, reason)
 
     def changes(self) -> Iterator[Change]:
-        """Yield a row of changes for each weight whose format does not suit what is written into it."""
+        """Yield a `Change` for each weight whose format rounds the values or updates written into it too coarsely."""
         yield from self._coarse.values()
         yield from [self._foreign] if self._foreign is not None else ()
         yield from self._merged.values()
@@ -110,7 +110,7 @@ class WeightWrites:
         self._loading.update({weight: _versions(weight) for weight in _weights_of(module)})
 
     def _written(self, weight: Weight, values: Tensor) -> Callable[[], None] | None:
-        """Return a function that warns of writing `values` into a weight, once they are encoded; None if rounding them loses nothing."""
+        """Return a function that warns if rounding loses the update `values` that is being written into a weight, or None."""
         parameter, name = weight.parameter, self._names.get(weight)
         is_loaded = weight in self._loading and self._loading[weight] in (None, _versions(weight))
         if parameter is None or name is None or is_loaded:
@@ -172,6 +172,6 @@ def _weights_of(module: nn.Module) -> list[Weight]:
 
 
 def _versions(weight: Weight) -> tuple[int, int]:
-    """Return two version numbers of a weight; every write changes at least one of them."""
+    """Return two version counters of a weight; every write changes at least one of them."""
     parameter = weight.parameter
     return weight.version, parameter._version if parameter is not None else -1

@@ -1,4 +1,4 @@
-"""PEPPP and the mixed-precision assignments paper as published; PEPPP's configurations are in `simulate/peppp.py`."""
+"""The methods of two papers as published, PEPPP and mixed-precision assignments; PEPPP's configurations are in `simulate/peppp.py`."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ ROLES = (Role.ACTIVATION, Role.ERROR, Role.WEIGHT, Role.GRADIENT)
 
 @dataclass(frozen=True)
 class Counted:
-    """A tensor that the paper counts: role, name, number of values, and the number of the group that is demoted together."""
+    """Describes a tensor of the step that the paper counts: role, name, number of values, and the number of its TensorGroup."""
 
     role: Role
     name: str
@@ -66,25 +66,28 @@ class Counted:
 
     @property
     def key(self) -> tuple[Role, str]:
-        """The role and name of the tensor."""
+        """Return the role and the name of the tensor, which identify it."""
         return self.role, self.name
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors whose precision is lowered together."""
+    """Holds the tensors of a training step that change to low precision together."""
 
     number: int
     tensors: tuple[Counted, ...]
 
     @property
     def numel(self) -> int:
-        """The number of values in all tensors of the group."""
+        """Return the number of values in all tensors of the group."""
         return sum(tensor.numel for tensor in self.tensors)
 
 
 def tensors_of(outline: Outline) -> list[Counted]:
-    """Return every tensor of a step that the paper counts; a parameter is in the group of the first value that it is applied to."""
+    """Return every tensor that the paper counts in a step; `outline` lists the values of its forward pass.
+
+    A parameter is in the group of the value that it is applied to first.
+    """
     group, groups, tensors = -1, list[int](), list[Counted]()
     counted_weights: set[str] = set()
     for value in outline.values:
@@ -99,19 +102,19 @@ def tensors_of(outline: Outline) -> list[Counted]:
 
 
 def groups_of(outline: Outline) -> list[TensorGroup]:
-    """Return the groups of tensors that the paper demotes together, in the order of their first tensors."""
+    """Return the groups of tensors of the step `outline` that the paper demotes together, in the order of their first tensors."""
     tensors = tensors_of(outline)
     numbers = sorted({tensor.group for tensor in tensors})
     return [TensorGroup(number, tuple(tensor for tensor in tensors if tensor.group == number)) for number in numbers]
 
 
 def total_bytes(outline: Outline) -> int:
-    """Return the bytes of all tensors that the paper counts, in float32."""
+    """Return the bytes of all tensors that the paper counts in the step `outline`, in float32."""
     return BYTES_FP32 * sum(tensor.numel for tensor in tensors_of(outline))
 
 
 def low_ratio(outline: Outline, low: Low) -> float:
-    """Return the share of numbers that are in low-precision tensors; `low` has role and name of these tensors."""
+    """Return the share of all numbers of the step `outline` that are in `low`, tensors given by role and name."""
     tensors = tensors_of(outline)
     return sum(t.numel for t in tensors if t.key in low) / sum(t.numel for t in tensors)
 
@@ -136,9 +139,10 @@ ORDERS: dict[str, Callable[[Sequence[TensorGroup], int], list[TensorGroup]]] = {
 
 
 def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: int = 0) -> Low:
-    """Return the tensors that get the low precision: groups, sorted as `order` says, until a share `ratio` of all numbers is low.
+    """Return the tensors that get low precision: whole groups in this `order`, until a share `ratio` of all numbers is low.
 
-    If all groups together do not reach `ratio`, all groups get it. `seed` is used by the order "random" alone.
+    If all groups together do not reach `ratio`, all become low. `order` is "decreasing" or "increasing", by size, or "random", which
+    alone uses `seed`.
     """
     if order not in ORDERS or not 0 <= ratio <= 1:
         raise PlanError(f"demote takes a ratio in 0..1 and an order of {', '.join(ORDERS)}; these are {ratio} and {order!r}.")
@@ -160,7 +164,7 @@ def demote(outline: Outline, ratio: float, *, order: str = "decreasing", seed: i
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of the high and of the low precision, the latter in forward and in backward."""
+    """Names the format of the high precision, and the two formats of the low precision, for forward and for backward."""
 
     forward: str = "e4m3b11f"
     backward: str = "e5m2f"
@@ -168,7 +172,7 @@ class Formats:
     rounding: Rounding = Rounding.NEAREST_AWAY
 
     def of(self, role: Role, *, is_low: bool) -> Assignment:
-        """Return the format, rounding and overflow of a tensor of this role."""
+        """Return the format, rounding and overflow mode for a role, in low precision if `is_low`; gradients are always high."""
         is_backward = role in (Role.ERROR, Role.GRADIENT)
         low = self.backward if is_backward else self.forward
         overflow = Overflow.NONFINITE if is_backward else Overflow.SATURATE
@@ -179,7 +183,7 @@ FORMATS = Formats()
 
 
 def plan_of(outline: Outline, low: Low, formats: Formats = FORMATS, reason: str = "") -> Plan:
-    """Return the plan with a low-precision rule for each of the tensors `low`, and high precision for all others; `reason` is its text."""
+    """Return the plan with low precision for `low`, and high for all other tensors; its own reason begins with `reason`."""
     high_rules = [(role.value, formats.of(role, is_low=False)) for role in ROLES]
     low_rules = [
         (slot_key(name, role), formats.of(role, is_low=True)) for role, name in sorted(low, key=lambda key: (key[0].value, key[1]))
@@ -197,7 +201,7 @@ def high_plan() -> Plan:
 
 
 def operator(outline: Outline) -> Low:
-    """Return the tensors that HFP8 stores in low precision: operands of all products except the first and the last."""
+    """Return the tensors that HFP8 has in low precision: operands and output gradients of products, but the first and last."""
     products = [index for index, value in enumerate(outline.values) if value.is_product]
     low: set[tuple[Role, str]] = set()
     for value in (outline.values[index] for index in products):
@@ -207,7 +211,7 @@ def operator(outline: Outline) -> Low:
 
 
 def _ends(outline: Outline, products: list[int]) -> Low:
-    """Return the tensors of the first and the last of `products` (indices of values), which stay high in HFP8."""
+    """Return the tensors of the first and the last of `products` (indices in `outline.values`), which HFP8 leaves high."""
     first, last = (outline.values[index] for index in (products[0], products[-1]))
     values = [first, *(outline.values[source] for source in (*first.sources, *last.sources))]
     kept = {(role, value.name) for value in values for role in (Role.ACTIVATION, Role.ERROR)}
@@ -216,7 +220,10 @@ def _ends(outline: Outline, products: list[int]) -> Low:
 
 
 def amp(outline: Outline) -> Low:
-    """Return the tensors that torch.autocast computes low: outputs of products, and of other operations if all inputs are low."""
+    """Return the tensors that torch.autocast has in low precision: products, and values whose inputs are all low.
+
+    Operations of AMP_HIGH, such as softmax, are never low.
+    """
     is_low: list[bool] = []
     low: set[tuple[Role, str]] = set()
     for value in outline.values:

@@ -34,7 +34,7 @@ LARGE = 100_000  # entries above which there is no full decomposition
 
 @dataclass(frozen=True)
 class Completed:
-    """A completed matrix of errors, the iterations that it took, and `residual`, the relative change of the last one."""
+    """Holds a completed matrix of errors, the steps that it took, and `residual`, the relative change in the last of them."""
 
     values: Array
     num_steps: int
@@ -44,7 +44,7 @@ class Completed:
 
 @dataclass(frozen=True)
 class Completion:
-    """The parameters of matrix completion; the defaults are the published values."""
+    """Holds the parameters of matrix completion, such as its rank and the bounds of errors (`box`); defaults are the paper's."""
 
     rank: int = 5
     penalty: float = 0.1
@@ -54,7 +54,7 @@ class Completion:
 
 
 def complete(errors: Array, *, propensities: Array | None = None, **how: float) -> Completed:
-    """Return `errors` with its NaNs filled in; `propensities`: of entries to be observed, `how`: fields of `Completion`."""
+    """Return `errors` with its NaNs filled in; `propensities`: probabilities that entries are observed, `how`: fields of `Completion`."""
     options = Completion(**how)  # pyright: ignore[reportArgumentType]
     is_known = np.isfinite(errors)
     if errors.ndim != 2 or not is_known.any():
@@ -76,7 +76,11 @@ def _inverse(propensities: Array, is_known: NDArray[np.bool_]) -> Array:
 def _descend(
     known: Array, weights: Array, options: Completion, shrink: Callable[[Array, float], Array], start: Completed | None = None
 ) -> Completed:
-    """Return the matrix completed by proximal gradient descent with momentum and restarts, from `start` or from zeros."""
+    """Return the completed matrix, found by proximal gradient descent with momentum from `start`, or from zeros.
+
+    `known` has the observed errors and `weights` their weights, both 0 where nothing was observed. `shrink(matrix, amount)` reduces a
+    matrix to a rank and shrinks its singular values.
+    """
     current = np.zeros_like(known) if start is None else start.values
     extrapolated, speed, step_length = current, 1.0, 1.0 / weights.max()
     residual, step = np.inf, 0 if start is None else start.num_steps
@@ -95,13 +99,13 @@ def _descend(
 
 
 def _exact(rank: int, matrix: Array, amount: float) -> Array:
-    """Return the projection of a matrix to a rank, with singular values shrunk by `amount`, by a full decomposition."""
+    """Return `matrix` reduced to rank `rank` with its singular values shrunk by `amount`, by a full decomposition."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
     return (left[:, :rank] * np.maximum(values[:rank] - amount, 0)) @ right[:rank]
 
 
 class _Carried:
-    """An approximation of `_exact` that starts from the singular vectors of the last iteration."""
+    """Does about what `_exact` does in less time: each call starts from the singular vectors that the last one found."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -119,7 +123,7 @@ class _Carried:
         return (left * np.maximum(values[: self.rank] - amount, 0)) @ self.right[:, : self.rank].T
 
     def _first(self, matrix: Array) -> Array:
-        """Return the first right singular vectors (num_plans, rank + NUM_SPARE), approximate for a large matrix."""
+        """Return the first right singular vectors of `matrix`, (num_plans, rank + NUM_SPARE), approximate if it is large."""
         count = min(self.rank + NUM_SPARE, *matrix.shape)
         if matrix.size <= LARGE:
             return np.linalg.svd(matrix, full_matrices=False)[2][:count].T

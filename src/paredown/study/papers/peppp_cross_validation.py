@@ -1,4 +1,4 @@
-"""Leave-one-task-out cross-validation of pickers: every task of a matrix in turn is the new one, and the others are the prior.
+"""Cross-validate pickers, which predict a task's errors from few measurements: each task in turn is the new one, the others the prior.
 
 Settings of the PEPPP paper, by which entries of the prior tasks are observed, and whether memory has a cap (the median of all):
 
@@ -42,7 +42,7 @@ SHARE = 0.2  # of entries that are observed, or the largest propensity of one
 
 @dataclass(frozen=True)
 class CrossValidationSetting:
-    """One of the paper's settings: which entries of prior tasks are observed, and whether memory is capped.
+    """One of the paper's settings: which errors of prior tasks are observed, and whether memory is capped.
 
     `is_leaky`: the new task's row is sampled and completed among the others, as in PEPPP's released code.
     """
@@ -68,7 +68,7 @@ SETTINGS: Mapping[str, CrossValidationSetting] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Matrices:
-    """Errors and memory of tasks (rows) under plans (columns); plans with equal `levels` are known to differ by noise alone."""
+    """Holds errors and memory of tasks (rows) under plans (columns); plans with equal `levels` differ by noise alone."""
 
     errors: Array
     memory: Array
@@ -96,14 +96,14 @@ class Matrices:
 
 @dataclass(frozen=True)
 class PriorRows:
-    """The errors of prior tasks, with gaps (`errors`) and with the gaps filled in (`completed`)."""
+    """Holds the errors of prior tasks, with gaps (`errors`) and with the gaps filled in (`completed`)."""
 
     errors: Array
     completed: Array
 
 
 def prior_rows(matrices: Matrices, left_out: int, setting: CrossValidationSetting) -> PriorRows:
-    """Return the other tasks as the prior of the task `left_out`, sampled and completed as the setting says."""
+    """Return what a picker may know of all tasks but `left_out`: their errors, sampled and completed as `setting` says."""
     rows = [row for row in range(len(matrices.errors)) if setting.is_leaky or row != left_out]
     errors, memory = matrices.errors[rows], matrices.memory[rows]
     if setting.sampling == "full":
@@ -116,7 +116,7 @@ def prior_rows(matrices: Matrices, left_out: int, setting: CrossValidationSettin
 
 
 def propensities_of(memory: Array, sampling: str) -> Array:
-    """Return the probability that each entry (tasks, plans) is observed: equal for "uniform", else by the rank of its memory."""
+    """Return the probability that each error (tasks, plans) is observed: SHARE for "uniform", else higher for less memory."""
     if sampling == "uniform":
         return np.full(memory.shape, SHARE)
     ranks = np.argsort(np.argsort((1 / memory).ravel())).reshape(memory.shape)
@@ -152,13 +152,19 @@ class PickerScores:
 
 @dataclass(frozen=True)
 class HeldOutTask:
-    """A task that is held out from the prior, with the data about it that a picker may use."""
+    """Judges pickers on a task that the prior lacks: `known` is what a picker may know of it, `truth` its true errors.
+
+    A picker measures some plans, and predicts the errors of all.
+    """
 
     known: TaskKnowledge
     truth: Truth
 
     def judge(self, picker: Picker, counts: Sequence[int], *, is_released: bool = False) -> dict[int, Scores]:
-        """Return the scores of a picker after each number of `counts`; `is_released`: fronts and areas are those of PEPPP's code."""
+        """Return a picker's scores after each number of measurements in `counts`.
+
+        With `is_released`, fronts and areas are computed as in PEPPP's released code.
+        """
         errors = self.truth.errors[self.truth.feasible]
         predictions = picker(self.known, lambda plan: float(errors[plan]), counts)
         missing = [count for count in counts if count not in predictions]
@@ -177,7 +183,10 @@ Cache = dict[tuple[str, bool], list[PriorRows]]
 
 
 def held_out_tasks(matrices: Matrices, setting: CrossValidationSetting, cache: Cache | None = None) -> list[HeldOutTask]:
-    """Return every task in turn as the held out one; `cache` keeps prior rows, which settings with and without a cap share."""
+    """Return every task of `matrices` in turn as the one that is left out of the prior.
+
+    `cache` may be shared by calls for the same matrices: the memory cap does not change the prior.
+    """
     cache, key, rows = {} if cache is None else cache, (setting.sampling, setting.is_leaky), range(len(matrices.errors))
     if key not in cache:
         cache[key] = [prior_rows(matrices, row, setting) for row in rows]
@@ -199,7 +208,10 @@ def _held_out_task(matrices: Matrices, row: int, prior: PriorRows, cap: float) -
 def judge(
     rows: Sequence[HeldOutTask], picker: Picker, counts: Sequence[int], *, is_released: bool = False
 ) -> dict[int, PickerScores]:
-    """Return the scores of a picker after each number of `counts`; `is_released`: fronts and areas are those of PEPPP's code."""
+    """Return a picker's scores after each number of measurements in `counts`, on all the tasks `rows`.
+
+    With `is_released`, fronts and areas are computed as in PEPPP's released code.
+    """
     scores_of_tasks = [row.judge(picker, counts, is_released=is_released) for row in rows]
     return {count: PickerScores(count, tuple(scores[count] for scores in scores_of_tasks)) for count in counts}
 
@@ -227,7 +239,7 @@ def released_front(memory: Array, errors: Array) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of one prediction: convergence, hypervolume, regret, mean regret and rmse."""
+    """Says how good one prediction is: convergence, hypervolume difference, regret, mean regret and rmse; 0 is best."""
 
     convergence: float
     hypervolume: float
@@ -249,7 +261,10 @@ class Truth:
     means: Array
 
     def scores(self, drawn: Array, expected: Array, predicted: Array, *, is_released: bool = False) -> Scores:
-        """Return the scores of a prediction: its front is of errors `drawn`, recommendations of `expected`, rmse of `predicted`."""
+        """Return the scores of a prediction, which has three arrays of errors of the feasible plans.
+
+        `drawn` gives its Pareto front, `expected` the plans that it recommends, `predicted` the rmse and the mean regret.
+        """
         memory, errors = self.memory[self.feasible], self.errors[self.feasible]
         front_of = released_front if is_released else undominated
         front, true_front = front_of(memory, drawn), front_of(self.memory, self.errors)
@@ -273,7 +288,10 @@ def distance(points: Array, others: Array) -> float:
 
 
 def regret(memory: Array, expected: Array, errors: Array) -> float:
-    """Return the excess error of plans recommended by `expected` over the best plans, averaged over budgets that equal a memory."""
+    """Return how much more error the recommended plan has than the best one, averaged over budgets that equal a memory.
+
+    The plan of least `expected` error within a budget is recommended; `errors` are the true ones.
+    """
     lost: list[float] = []
     for budget in np.unique(memory):
         fits = np.flatnonzero(memory <= budget)

@@ -1,11 +1,11 @@
 """The published methods that predict a new task's Pareto front from a few measurements, each a row of `PICKERS`.
 
-    ED-MF       least squares on the plans' vectors, at a D-optimal design; the vectors are those of the completed matrix
-    QR-MF       the same at the pivots; `ED-MF relaxed`: at the rounded relaxation
-    random-MF   the same at random plans
-    BO-MF       a Gaussian process over the plans' vectors, plans by expected improvement, starting from five random ones
-    BO-full     the same over whole columns of the matrix
-    means       the columns' means, without measurements
+    ED-MF       measures the plans of a D-optimal design, and predicts the others by least squares on the plans' vectors
+    QR-MF       measures the pivots instead, `ED-MF relaxed` the rounded relaxation of the design
+    random-MF   measures random plans instead
+    BO-MF       measures by expected improvement of a Gaussian process over the plans' vectors, after five random plans
+    BO-full     does the same over whole columns of the completed matrix of errors
+    means       predicts the columns' means, without measurements
 
 A picker sees `TaskKnowledge` and calls `measure(plan)` at most the allowed number of times: it sees no error that it did not measure.
 
@@ -38,8 +38,8 @@ Bayesian optimization over plans, the published baseline, is a Gaussian process 
 >>> bool(deviation[3] >= deviation[1]) and mean.shape == (4,)
 True
 
-A front of single runs shows the lucky ones: where nothing was measured, `Pooled` draws it from the mean of a level less `luck` standard
-deviations of a run.
+A Pareto front of single runs shows the lucky ones: for plans that were not measured, `Pooled` draws it from the mean of their level (plans
+that differ by noise alone) less `luck` standard deviations of a run.
 
 >>> [round(luck(runs), 2) for runs in (1, 2, 9)]
 [0.0, 0.28, 1.01]
@@ -137,7 +137,7 @@ def embed(errors: Array, rank: int = RANK) -> Array:
 
 
 def predict(vectors: Array, chosen: Sequence[int], measured: Sequence[float] | Array) -> Array:
-    """Return the errors of all plans, predicted by least squares from those measured on the chosen plans."""
+    """Return the errors of all plans, by least squares on their `vectors`, from the errors `measured` on the plans `chosen`."""
     task = np.linalg.lstsq(vectors[:, list(chosen)].T, np.asarray(measured, dtype=float), rcond=None)[0]
     return task @ vectors
 
@@ -147,7 +147,10 @@ def predict(vectors: Array, chosen: Sequence[int], measured: Sequence[float] | A
 
 @dataclass(frozen=True)
 class Process:
-    """A Gaussian process over plans, given the errors `measured` of the `chosen` plans; `squares` are squared distances of all plans."""
+    """A Gaussian process over plans, given the errors `measured` on the plans `chosen`.
+
+    `squares` are the squared distances between all plans.
+    """
 
     squares: Array
     chosen: list[int]
@@ -178,12 +181,15 @@ class Process:
 
 
 def squared_distances(points: Array) -> Array:
-    """Return the squared distances between all points (num_points, num_coordinates)."""
+    """Return the squared distances between all pairs of `points` (num_points, num_coordinates)."""
     return ((points[:, None] - points[None]) ** 2).sum(axis=-1)
 
 
 def _negative_log_likelihood(logs: Array, squares: Array, measured: Array) -> tuple[float, Array]:
-    """Return the negative log likelihood, up to a constant, and its gradient in log length and log noise (`logs`)."""
+    """Return the negative log likelihood of `measured` errors under a Gaussian process, and its gradient.
+
+    `logs` has the logarithms of length scale and noise, `squares` the squared distances between the measured plans.
+    """
     from scipy.linalg import cho_solve
 
     length, noise = np.exp(logs)
@@ -197,7 +203,7 @@ def _negative_log_likelihood(logs: Array, squares: Array, measured: Array) -> tu
 
 
 def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
-    """Return the expected amount by which a measurement of each plan is below `best`, where one above counts as 0."""
+    """Return the expected amount by which a measurement of each plan is below `best`; it counts as 0 if it is above."""
     from scipy.stats import norm
 
     gain, deviation = best - mean - MARGIN, deviation + 1e-12
@@ -209,7 +215,7 @@ def expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
 
 @dataclass(frozen=True)
 class TaskKnowledge:
-    """What a picker may know about a new task: its memory, its feasible plans, and prior tasks.
+    """What a picker (which measures some plans of a task and predicts the others) may know: memory of the plans, and prior tasks.
 
     `prior_errors`: errors of the prior tasks (tasks, plans), NaN where not observed. `completed`: the same without gaps. `levels`: plans
     with equal numbers are known to differ by noise alone; None: unknown. `seed`: for pickers that draw at random.
@@ -224,10 +230,10 @@ class TaskKnowledge:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted errors of all plans after some measurements.
+    """The errors of all plans as a picker predicts them after measuring the plans `chosen`.
 
-    `predicted`: means; `expected`: the same with measured errors in place, for recommendations; `drawn`: what the front is drawn
-    from. `deviations`: standard deviations of one run of each plan about its mean; None where a picker has none.
+    `predicted`: means; `expected`: the same with measured errors in place, for recommendations; `drawn`: the errors whose Pareto front is
+    drawn. `deviations`: standard deviations of one run of each plan about its mean; None where a picker has none.
     """
 
     chosen: tuple[int, ...]
@@ -241,7 +247,7 @@ Picker = Callable[[TaskKnowledge, Measure, Iterable[int]], dict[int, Prediction]
 
 
 def plain(chosen: list[int], measured: Array, predicted: Array) -> Prediction:
-    """Return a prediction in the published form, whose Pareto front comes from predicted errors alone."""
+    """Return a Prediction as the published pickers make it: its Pareto front comes from predicted errors alone."""
     return Prediction(tuple(chosen), predicted, with_measured(predicted, chosen, measured), predicted)
 
 
@@ -268,7 +274,7 @@ def factorised(design: Callable[[Array, int, int], list[int]]) -> Picker:
 
 
 def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool = False) -> Picker:
-    """Return a picker that next measures the plan of largest expected improvement by a Gaussian process.
+    """Return a picker whose next measurement is always of the plan of largest expected improvement, by a Gaussian process.
 
     `points_of` returns the plans' vectors. `is_released`: it measures the plan of least improvement next, as the released code does.
     """
@@ -291,7 +297,7 @@ def bayesian(points_of: Callable[[TaskKnowledge], Array], *, is_released: bool =
 
 
 def averaged(known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
-    """Return predictions for each number of `counts` that are means over prior tasks, without any measurement."""
+    """Return each plan's mean error on the prior tasks as the prediction for every number in `counts`; nothing is measured."""
     means = known.completed.mean(axis=0)
     return {count: plain([], np.empty(0), means) for count in counts}
 
@@ -313,7 +319,7 @@ PICKERS: Mapping[str, Picker] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Pooled:
-    """The picker that predicts by the posterior of `pick`, with the same interface as the published pickers."""
+    """A picker (it measures some plans and predicts the others) that predicts errors as `pick` does, from prior and trials."""
 
     def __call__(self, known: TaskKnowledge, measure: Measure, counts: Iterable[int]) -> dict[int, Prediction]:
         """Return predictions after each number of measurements in `counts`; `measure(plan)` returns a measured error."""
@@ -335,9 +341,9 @@ class Pooled:
 def front_gains(prior: Prior, posterior: Posterior, memory: Array, measured: Array) -> Array:
     """Return the expected improvement of the Pareto front by measuring each plan, (plans,); -1 for measured plans.
 
-    It is the product of two numbers. One is the area that the measurement is expected to add to what the measured front dominates. The
-    other is the variance of all levels that the measurement removes: by area alone, plans would be measured that are likely to be on
-    the front and tell little about the others (docs/log.md).
+    It is the product of two numbers. One is the expected growth of the area that the measured front dominates. The other is the variance
+    of all levels that the measurement removes: by area alone, plans would be measured that are likely to be on the front and tell little
+    about the others (docs/log.md).
     """
     from scipy.stats import norm
 
@@ -355,7 +361,7 @@ def front_gains(prior: Prior, posterior: Posterior, memory: Array, measured: Arr
 
 
 def predicted(prior: Prior, posterior: Posterior, chosen: list[int], errors: Array) -> Prediction:
-    """Return the posterior's errors of all plans as a Prediction; `errors` are those measured on the `chosen` plans."""
+    """Return the errors that `posterior` predicts as a Prediction; `errors` has those that were measured on `chosen` plans."""
     levels, measured, noise = prior.levels, errors[chosen], posterior.noise
     luck_of_level = np.sqrt(noise) * np.array([luck(int(size)) for size in np.bincount(levels)])
     means = posterior.mean[levels]
@@ -370,9 +376,10 @@ def predicted(prior: Prior, posterior: Posterior, chosen: list[int], errors: Arr
 
 @cache
 def luck(runs: int) -> float:
-    """Return by how many standard deviations the least of r runs is expected to lie below their mean, averaged over r up to `runs`.
+    """Return how many standard deviations below their mean the least of r runs lies on average, for r from 1 to `runs`.
 
-    On a front drawn from single runs, a level's r-th cheapest plan appears if its run is below those of the r - 1 before it.
+    On a front drawn from single runs, the r-th cheapest of plans that differ by noise alone appears if its run is below those of the r
+    - 1 cheaper ones.
     """
     from scipy.special import ndtr
 

@@ -1,4 +1,4 @@
-"""Which plan a new task should train under: prior, posterior, acquisition, Pareto front, and the answer with its reasons."""
+"""Pick the plan that a new task should train under: prior, posterior, acquisition, Pareto front, and the answer with its reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `pick` returns: a `Picked`, with the `Frontier` of all plans, a `Point` (plan, bytes, error) each.
+"""`pick` returns a `Picked` with the `Frontier` of all plans, which has a `Point` (plan, bytes, error) for each.
 
 >>> points = (
 ...     Point("lpmm", Plan.preset("lpmm"), 400, 0.12, 0.01, on_front=True),
@@ -42,7 +42,7 @@ def one_of(*names: str) -> Check:
 
 @dataclass(frozen=True)
 class Point:
-    """A plan in the answer of `pick`, with its peak bytes and the mean and standard deviation of its predicted error.
+    """Describes one plan in the answer of `pick`: its peak bytes, and the mean and standard deviation of its predicted error.
 
     `mean` and `deviation` (a standard deviation) are of the mean error over runs, in the task's metric. `measured` is the mean error of the
     finished trials, None if there are none. `source` is "measured", "prior" (a plan of the prior) or "features" (predicted from similar
@@ -72,13 +72,13 @@ class Point:
 
     @property
     def needs(self) -> int:
-        """The smallest budget in bytes within which this plan can be trained."""
+        """Return the smallest budget in bytes within which this plan can be trained."""
         return self.predicted_bytes if self.needed_bytes is None else self.needed_bytes
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """All plans that `pick` knows of, with their bytes and errors, sorted by bytes; `front` is their Pareto front.
+    """Holds all plans that `pick` compared, with their bytes and errors, sorted by bytes; `front` returns their Pareto front.
 
     `full_bytes` is the peak of the baseline, for budgets in percent. Plans whose mean errors differ by at most `tie_error` are
     equally accurate.
@@ -97,7 +97,7 @@ class Frontier:
         return tuple(point for point in self.points if point.on_front)
 
     def best(self, budget: int | str) -> Point:
-        """Return the point of least mean error within the budget.
+        """Return the point (a plan with its bytes and error) of least mean error within the budget.
 
         Of points that are equally accurate it is the quickest, then the one of fewest bytes. If some points within the budget have trials,
         a point without trials is taken only if its mean error plus its standard deviation is less than theirs.
@@ -120,7 +120,7 @@ class Frontier:
         return tuple(point for point, error in zip(fitting, errors, strict=True) if point.label != label and error <= limit)
 
     def find(self, label: str) -> Point:
-        """Return the point with this label."""
+        """Return the point (a plan with its bytes and error) that has this label."""
         for point in self.points:
             if point.label == label:
                 return point
@@ -135,7 +135,7 @@ class Frontier:
         return f"no plan fits {say_bytes_twice(budget_bytes)}; {smallest}. Raise the budget, or lower the batch."
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value: version and all fields by name."""
+        """Return the frontier as a dict for JSON: a version, and all fields by name."""
         return {"version": VERSION, **dump_dataclass(self)}
 
     @staticmethod
@@ -161,14 +161,14 @@ def step_times(point: Point) -> tuple[float | None, float | None]:
 
 
 def comparable_times(times: Iterable[tuple[float | None, float | None]]) -> Array:
-    """Return step times (plans,), NaN where unknown: ratios to the baseline's if any is known, otherwise seconds."""
+    """Return one step time per plan, NaN if unknown, from pairs (seconds, ratio): ratios if any is known, else seconds."""
     seconds, ratios = np.array([*times], dtype=float).reshape(-1, 2).T
     return ratios if np.isfinite(ratios).any() else seconds
 
 
 @dataclass(frozen=True)
 class Picked:
-    """The plan to train a task with within a budget, and why.
+    """The answer of `pick`: the plan to train a task with within a budget, and why it was picked.
 
     `plan` is None if nothing fits; `reason` then names what would fit. `label` is the label of the picked plan, `ties` are labels of other
     plans that fit and may be as good. `trials` are those that `pick` ran, in `seconds`. `prior` is the name of the prior. `notes` has
@@ -190,7 +190,7 @@ class Picked:
 
     @property
     def point(self) -> Point | None:
-        """The plan that was picked, with its bytes and error; None if nothing fits."""
+        """Return the plan that was picked, with its bytes and error; None if nothing fits."""
         return None if self.plan is None else self.frontier.find(self.label)
 
     def __repr__(self) -> str:
@@ -199,7 +199,7 @@ class Picked:
         return f"Picked({what} within {say_bytes(self.budget_bytes)}, {trials}): {self.reason}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value: version and all fields by name."""
+        """Return the pick as a dict for JSON: a version, and all fields by name."""
         return {"version": VERSION, **dump_dataclass(self)}
 
     @staticmethod

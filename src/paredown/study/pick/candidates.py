@@ -55,12 +55,15 @@ ENOUGH_EXPONENT_BITS = 5
 UNPROPOSED = {
     Role.FROZEN.value,
     "product",
-}  # presets with these: tasks train all parameters, and their forward is the unmodified one
+}  # roles of presets that are not proposed: tasks train all parameters, and forward is unmodified
 
 
 @dataclass(frozen=True)
 class CandidatePlan:
-    """A plan that `pick` may choose, its predicted peak, its column in the prior (-1: none), and features, by which plans are compared."""
+    """Describes a plan that `pick` may choose: its predicted peak, and features, numbers by which plans are compared.
+
+    `column` is the plan's column in the prior, the errors of earlier tasks; -1 if the prior does not have the plan.
+    """
 
     label: str
     plan: Plan
@@ -71,7 +74,7 @@ class CandidatePlan:
 
 @dataclass(frozen=True)
 class TaskStep:
-    """The training step of a task, for which plans are made and peaks predicted; `full_bytes` is the baseline's predicted peak.
+    """Makes plans for the training step of a task, and predicts their peaks; `full_bytes` is the baseline's predicted peak.
 
     The trace depends on the plan, since plans with formats for weights or optimizer state run another optimizer.
 
@@ -91,7 +94,7 @@ class TaskStep:
         return features_of(plan, None if self.trace_of is None else self.trace_of(plan))
 
     def plan_of(self, row: PlanRow) -> Plan:
-        """Return the plan of a column of the prior, made for this step if the column is a template."""
+        """Return the plan of a column of the prior (errors of earlier tasks); `assign` makes it if the column is a template."""
         if row.plan is not None:
             return Plan.from_json(row.plan)
         template, budget_bytes = PlanTemplate.parse(row.template), self.budget_of(row)
@@ -101,18 +104,18 @@ class TaskStep:
         return self._solution(budget_bytes, template)
 
     def budget_of(self, row: PlanRow) -> int:
-        """Return the budget in bytes for which a column's template makes a plan; 0 for a column with one plan."""
+        """Return the budget in bytes for which `assign` makes the plan of a column that is a template; 0 for other columns."""
         if row.plan is not None:
             return 0
         trace = self.state_trace()  # of which `assign` takes the percentage
         return parse_bytes(PlanTemplate.parse(row.template).budget, whole=peak_of(trace, Plan()))
 
     def assigned(self, budget_bytes: int) -> Plan:
-        """Return the plan that `assign` makes for a budget, with a format for each slot."""
+        """Return the plan that `assign` makes for a budget, with a format for each slot (tensor of the step)."""
         return self._solution(budget_bytes, PlanTemplate(str(budget_bytes)))
 
     def _solution(self, budget_bytes: int, template: PlanTemplate) -> Plan:
-        """Return the plan of a template for a budget, or raise the BudgetError of `assign`; computed once for each budget and method."""
+        """Return the plan that `assign` makes for a budget by the template's method, or raise its BudgetError; computed once."""
         key = budget_bytes, template.method
         if key not in self._solved:
             try:
@@ -124,7 +127,7 @@ class TaskStep:
         return found
 
     def state_trace(self) -> Trace:
-        """Return the trace for plans that may have formats for weights and optimizer state."""
+        """Return the trace of the step under a plan with formats for weights and optimizer state; PlanError if it is simulated."""
         if self.trace_of is None:
             raise PlanError("plans with a format for each slot need a step that stores them: mode 'store', not a simulated one.")
         return self.trace_of(Plan.preset("lpmm"))
@@ -132,35 +135,38 @@ class TaskStep:
 
 @dataclass(frozen=True)
 class Candidates:
-    """All candidates, and the features of the prior's plans, `points`, NaN where unknown."""
+    """Holds all plans that `pick` may choose (`rows`), and features of the prior's plans (`points`), NaN where unknown."""
 
     rows: tuple[CandidatePlan, ...]
     points: Array  # (plans of the prior, features)
 
     @property
     def columns(self) -> NDArray[np.intp]:
-        """The column of each candidate in the prior, -1 for plans that the prior does not have."""
+        """Return each candidate plan's column in the prior, the errors of earlier tasks; -1 if the prior lacks the plan."""
         return np.array([row.column for row in self.rows], dtype=np.intp)
 
     @property
     def error_columns(self) -> NDArray[np.intp]:
-        """The column of the prior with each candidate's errors; plans that quantize nothing have the baseline's."""
+        """Return the prior's column with each candidate plan's errors: the baseline's, if the plan quantizes nothing."""
         baseline = next((row.column for row in self.rows if row.plan.changes_nothing), -1)
         return np.where([row.plan.quantizes_nothing and baseline >= 0 for row in self.rows], baseline, self.columns)
 
     @property
     def features(self) -> Array:
-        """The features of the candidates, (plans, features)."""
+        """Return the features of the candidate plans, numbers by which they are compared, (plans, features)."""
         return np.array([row.features for row in self.rows]).reshape(len(self.rows), len(NAMES))
 
     @property
     def memory(self) -> Array:
-        """The predicted peak bytes of the candidates, (plans,)."""
+        """Return the predicted peak bytes of the candidate plans, (plans,)."""
         return np.array([row.predicted_bytes for row in self.rows], dtype=float)
 
 
 def candidates(step: TaskStep, prior_data: PriorData, budget: int | str, others: Iterable[tuple[str, Plan]] = ()) -> Candidates:
-    """Return plans of the prior, those for any task, and `others`, with labels; templates above `budget` are left out to save time."""
+    """Return the plans that `pick` compares: the prior's, presets, those that `assign` makes for `budget`, and `others`.
+
+    A template of the prior (a plan that `assign` makes for a budget) is left out if its budget is above `budget`, to save time.
+    """
     by_key: dict[object, CandidatePlan] = {}
     budget_bytes = parse_bytes(budget, whole=step.full_bytes)
     points = np.full((len(prior_data.plans), len(NAMES)), np.nan)
@@ -194,7 +200,10 @@ def _general(step: TaskStep, budget: int | str) -> Iterator[tuple[str, Callable[
 
 
 def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int) -> CandidatePlan | None:
-    """Return the candidate of the plan that `make()` returns; None if it cannot be made, or has rules for slots that are not there."""
+    """Return the plan of `make()` as a candidate called `label`; None if it cannot be made or has rules for absent tensors.
+
+    `column` is the plan's column in the prior, or -1.
+    """
     try:
         plan = make()
         return CandidatePlan(label, plan, step.bytes_of(plan), column, step.features(plan))
@@ -206,7 +215,7 @@ def _candidate(step: TaskStep, label: str, make: Callable[[], Plan], column: int
 
 
 def features_of(plan: Plan, trace: Trace | None = None) -> Array:
-    """Return the features of a plan, (num_features,), in the order of NAMES; without a `trace`, from its rules alone."""
+    """Return the numbers by which plans are compared, in the order of NAMES; without a `trace`, from the plan's rules alone."""
     formats = _by_rules(plan) if trace is None else _by_slots(plan, trace)
     precision_lost = [_precision_lost(formats.get(role, ())) for role in ROLES]
     lossy = [format for of_role in formats.values() for format in of_role if format is not None]
@@ -215,9 +224,7 @@ def features_of(plan: Plan, trace: Trace | None = None) -> Array:
 
 
 def effective_bits(format: Format | None) -> float:
-    """Return the significant bits of a format, corrected for its block length.
-
-    For integer formats with other block lengths than 64 they are corrected for the largest value of a block, which sets the scale.
+    """Return the significant bits of a format; those of integers are corrected for the largest value of a block, which sets the scale.
 
     >>> effective_bits(Format.parse("int4/64@bf16")), round(effective_bits(Format.parse("int4/1024@bf16")), 1)
     (3.0, 2.6)
@@ -233,7 +240,7 @@ def effective_bits(format: Format | None) -> float:
 
 
 def _precision_lost(formats: Iterable[Format | None]) -> float:
-    """Return the bits of precision that these formats lose, from the mean of their squared errors, 4^-bits; None is float32."""
+    """Return the bits of precision that tensors lose in these `formats` (None: float32), by the mean of their squared errors."""
     bits = [effective_bits(format) for format in formats]
     if not bits or min(bits) >= FP32_BITS:
         return 0.0
@@ -257,7 +264,7 @@ def _by_rules(plan: Plan) -> dict[Role, list[Format | None]]:
 
 
 def _by_slots(plan: Plan, trace: Trace) -> dict[Role, list[Format | None]]:
-    """Return the formats of all slots by role: exact where backward needs no value, of the source where a tensor is recomputed."""
+    """Return the formats of all stored tensors by role (None: unmodified); of activations, only those whose values backward needs."""
     trace_with_checkpoints = planned_step(trace, plan)
     storages = slot_storages(trace_with_checkpoints, plan)
     needed = [slot for slot in trace_with_checkpoints.activations if any(saver.use is Use.VALUE for saver in slot.savers)]

@@ -1,4 +1,4 @@
-"""Pareto fronts of memory and error, with step time as a third axis, and the quickest of plans that are as accurate.
+"""Find the Pareto front of memory and error, with step time as a third axis, and the quickest of equally accurate plans.
 
 >>> undominated(np.array([0.2, 0.4, 0.4, 0.8]), np.array([0.9, 0.5, 0.7, 0.6])).tolist()
 [True, True, False, False]
@@ -18,8 +18,8 @@ SAME_TIME = 0.02  # step times that differ by this share at most are equal
 def undominated(memory: Array, errors: Array, times: Array | None = None) -> Mask:
     """Return which plans are on the Pareto front of memory, error and step time, as booleans; NaN is an unknown time.
 
-    A plan is on it if no other plan is at most as large in all and smaller in memory or error. If the time of a plan is known, only plans
-    with known times can dominate it, which are longer by SAME_TIME at most. If its time is unknown, memory and error decide.
+    A plan is on the front unless another plan dominates it: at most the same memory and error, and less of one of them. If the time of a
+    plan is known, the other plan's time must also be known, and be longer by SAME_TIME at most.
 
     >>> undominated(np.array([1.0, 1, 1]), np.array([0.1, 0.2, 0.2]), np.array([1.3, 1.1, np.nan])).tolist()
     [True, True, False]
@@ -32,12 +32,12 @@ def undominated(memory: Array, errors: Array, times: Array | None = None) -> Mas
 
 
 def cautious(means: Array, deviations: Array, is_tried: Mask) -> Array:
-    """Return the mean errors of plans, one standard deviation larger for those without a trial if any plan has one."""
+    """Return the plans' mean errors; if any plan was tried, those of untried plans are raised by one standard deviation."""
     return means + (~is_tried & is_tried.any()) * deviations
 
 
 def at_least_exact(errors: Array, means: Array, is_exact: Mask) -> Array:
-    """Return `errors`, raised to at least the mean error of the plans that quantize nothing (`is_exact`), as none is more accurate.
+    """Return `errors`, raised to at least the mean error of the plans that quantize nothing (`is_exact`).
 
     A plan that quantizes is not more accurate than the baseline; if its mean error is less, its runs were lucky. So its error is at least
     the least mean error of the exact plans. The errors of the exact plans are their `means`, whether they were tried or not.
@@ -55,7 +55,7 @@ def quickest_of_ties(memory: Array, errors: Array, times: Array, tolerance: floa
 
     If the step time of the plan of least error is unknown (NaN), that plan is returned.
 
-    Times that differ by SAME_TIME at most are equal, and then the least error decides, then the least memory.
+    Times that differ by SAME_TIME at most count as equal; then the least error decides, then the least memory.
 
     >>> errors, times = np.array([0.10, 0.11, 0.11, 0.20]), np.array([1.30, 1.10, 1.09, 1.0])
     >>> [quickest_of_ties(np.arange(4.0), errors, times, tolerance) for tolerance in (0.0, 0.02)]

@@ -1,4 +1,4 @@
-"""`pick(task, budget)`: the plan to train a task with within a budget, from a prior and a few trials.
+"""`pick(task, budget)` finds the plan to train a task with within a budget, from a prior and a few trials.
 
     candidates and their bytes  ->  posterior of their errors  ->  trials chosen by acquisition  ->  Pareto front and the picked plan
 
@@ -65,14 +65,14 @@ def pick(
 ) -> Picked:
     """Return the plan of least expected error whose predicted peak is within `budget`, after at most `evaluations` trials.
 
-    Of plans that are as accurate (mean errors at most half a standard deviation of a run apart) it is the quickest.
+    Of equally accurate plans (mean errors at most half a standard deviation of a run apart) it is the quickest.
 
     With `max_error_increase` it is the smallest plan whose mean error is, with the probability `confidence`, at most that much above the
     baseline's, in the task's metric: 0.01 is one percentage point of error. The budget is then 100 % unless one is given.
     `prior`: the name or file of a prior, or its data; without one, all priors of this mode are joined. `store`: path or URL of the
-    database that keeps the trials; with one, an interrupted pick continues. `seed`: of the first trial of each plan. `step_seconds`:
-    predicted step times, a mapping from plans to seconds or a function of a plan; without it, those of the cost model where the device
-    was calibrated (`paredown calibrate`). Trials measure those of the plans that they run.
+    database that keeps the trials; with one, an interrupted pick continues. `seed`: the seed of each plan's first trial. `step_seconds`:
+    predicted step times, a mapping from plans to seconds or a function of a plan; without it, the cost model predicts them where the
+    device was calibrated (`paredown calibrate`). Trials measure the step times of their plans.
     `progress` is called with (trials done, most trials, a sentence).
     """
     start = time.perf_counter()
@@ -114,7 +114,7 @@ def pick(
 
 
 def _calibrated_seconds(task: Task, device: str, mode: str) -> Callable[[Plan], float | None] | None:
-    """Return a function that predicts step times by the device's calibration; None without one, or if plans are simulated."""
+    """Return a function from plans to step seconds, predicted from a calibration; None without one, or if mode is not "store"."""
     calibration = find_calibration(device)[0] if mode == "store" else None
     if calibration is None:
         return None
@@ -129,7 +129,7 @@ def _calibrated_seconds(task: Task, device: str, mode: str) -> Callable[[Plan], 
 
 
 def _predictor(step_seconds: PredictedSeconds | None) -> Callable[[Plan], float | None] | None:
-    """Return a function from plans to predicted step times, which calls `step_seconds` once for plans with equal rules."""
+    """Return `step_seconds`, a mapping or a function, as a function from plans to seconds; plans with equal rules ask once."""
     if step_seconds is None:
         return None
     by_key = {plan.key: seconds for plan, seconds in step_seconds.items()} if isinstance(step_seconds, Mapping) else {}
@@ -173,7 +173,10 @@ def _random_guess_error(task: Task) -> float | None:
 
 
 def task_step(task: Task, device: str, mode: str, prior_data: PriorData) -> TaskStep:
-    """Return the step of a task, which predicts peak bytes; in simulate mode with PEPPP's configurations by PEPPP's memory model."""
+    """Return the TaskStep that predicts peak bytes of a task's training step under plans.
+
+    In simulate mode, if `prior_data` has PEPPP's configurations, the bytes are those of PEPPP's memory model.
+    """
 
     def trace_of(plan: Plan) -> Trace:
         return trace_task(task, plan, device)

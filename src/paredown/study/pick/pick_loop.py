@@ -1,4 +1,4 @@
-"""The loop of one pick: the posterior of every candidate's error, which plan is tried next, and the answer.
+"""Run one pick: predict the error of every candidate plan, choose which plan to try next, and give the answer.
 
     trials so far  ->  posterior  ->  acquisition  ->  the next trial, until `evaluations` trials ran or no trial is worth its cost
 
@@ -34,11 +34,11 @@ MOST_FAILURES = 3  # failed trials without a successful one: then the task is at
 
 @dataclass
 class PickLoop:
-    """The state of one pick: candidates, prior, trials so far, and the decision whether to run another trial.
+    """Holds the candidate plans, the prior and the trials of one pick, and decides which trial to run next, and when to stop.
 
     `unit`: the error of random guessing, by which errors are divided. If it is None, the first trial sets it so that its error equals the
     prior's mean for its plan. The bytes that a trial took beyond its prediction (its excess) are expected of other plans too. `device`:
-    name of the device that the plan is for, as trials record it. `others`: trials of the same task that a store already had.
+    name of the device that the plan is for, as trials record it. `others`: trials of the same task that a database already had.
     `max_error_increase`: if given, the pick is the smallest plan whose error is, with the probability `confidence`, at most this much
     above the baseline's, instead of the plan of least error. `predict_seconds`: a cost model, from a plan to its step time.
     """
@@ -71,7 +71,7 @@ class PickLoop:
     # --- the posterior ------------------------------------------------------------------------------------------------
 
     def learn(self, own_trials: Iterable[Trial], others: Iterable[Trial] = ()) -> None:
-        """Add finished trials of this pick, and `others`, trials of the same task from other sweeps of its store."""
+        """Add finished trials of this pick, and `others`, trials of the same task from other sweeps of its database."""
         own_trials = list(own_trials)
         self.trials += own_trials
         self.num_done += len(own_trials)
@@ -87,12 +87,12 @@ class PickLoop:
 
     @property
     def known(self) -> list[tuple[int, Trial]]:
-        """All trials of candidates, each with the index of its plan."""
+        """Return all trials of candidate plans, each with the index of its plan."""
         return self._indexed((*self.trials, *self.others))
 
     @property
     def _on_this_device(self) -> list[tuple[int, Trial]]:
-        """The trials that ran on this device or, of this pick, record none; their peaks count. Each has the index of its plan."""
+        """Return the trials on this device, each with the index of its plan; trials of this pick that name no device are included."""
         own_trials = [trial for trial in self.trials if trial.device in ("", self.device)]
         return self._indexed((*own_trials, *(trial for trial in self.others if trial.device == self.device)))
 
@@ -100,14 +100,14 @@ class PickLoop:
         return [(self._index_of[trial.plan.key], trial) for trial in trials if trial.plan.key in self._index_of]
 
     def runs(self) -> list[posterior.Run]:
-        """Return the finished trials as runs, with errors relative to random guessing; infinite if the trial diverged."""
+        """Return the finished trials as runs (plan, error), with errors relative to random guessing, infinite if it diverged."""
         finished = [(plan, trial) for plan, trial in self.known if trial.status not in reasons.UNFINISHED]
         errors = [min(WORST, trial.error / self._unit) if trial.error is not None else np.inf for _, trial in finished]
         return [posterior.Run(plan, error) for (plan, _), error in zip(finished, errors, strict=True)]
 
     @property
     def _unit(self) -> float:
-        """The error of random guessing in the task's metric; if it is unknown, a substitute from the first trial."""
+        """Return the error of random guessing, by which errors are divided; if it is unknown, a substitute from the first trial."""
         if self.unit is not None:
             return self.unit
         first = next(((plan, trial.error) for plan, trial in self.known if trial.error is not None), None)
@@ -117,7 +117,7 @@ class PickLoop:
         return first[1] / expected if first[1] > 0 and expected > 0 else 1.0
 
     def blocked(self) -> set[int]:
-        """Return the plans that cannot be trained here: a trial ran out of memory, or a trial of this pick failed or was killed.
+        """Return the indices of plans that cannot be trained here: a trial ran out of memory, or one of this pick failed or was killed.
 
         Failures in other sweeps do not count, since they may have another cause than the plan. A plan that has not run is blocked too if
         its predicted peak is at least that of a plan that ran out of memory.
@@ -131,17 +131,17 @@ class PickLoop:
 
     @property
     def _peaks(self) -> list[tuple[int, int]]:
-        """The measured peak bytes of each finished trial on this device, with the index of its plan."""
+        """Return the measured peak bytes of each finished trial on this device, with the index of its plan."""
         ended = [(plan, trial) for plan, trial in self._on_this_device if trial.status not in reasons.UNFINISHED]
         return [(plan, trial.measured_peak_bytes) for plan, trial in ended if trial.measured_peak_bytes is not None]
 
     def expected(self) -> Array:
-        """Return the expected peak bytes of each plan, (plans,): its prediction plus the excess of trials (`expected_peaks`)."""
+        """Return the expected peak bytes of each plan, (plans,): predicted ones plus what trials took beyond their prediction."""
         memory, peaks = self.candidates.memory, self._peaks
         return expected_peaks(memory, peaks) if peaks else memory
 
     def needed(self) -> Array:
-        """Return the bytes that each plan needs, (plans,); infinite for plans that cannot be trained here."""
+        """Return the bytes that each plan needs, (plans,); infinite for plans that need more than the baseline or cannot be trained."""
         memory = self.expected()
         baseline = self._index_of.get(Plan().key)
         if baseline is not None:
@@ -154,7 +154,10 @@ class PickLoop:
         return np.flatnonzero(self.needed() <= self.budget_bytes)
 
     def step_times(self) -> list[tuple[float | None, float | None, str]]:
-        """Return (seconds, ratio, source) of each plan: measured on this device, predicted, or the median ratio of prior tasks."""
+        """Return (seconds, multiple of the baseline's, source) of each plan's step; None and "" if it is unknown.
+
+        The time is measured on this device, else predicted, else the median multiple on the prior's tasks.
+        """
         trials = [(plan, trial) for plan, trial in self._on_this_device if trial.step_seconds is not None]
         baselines = [trial.baseline_step_seconds for _, trial in trials if trial.baseline_step_seconds is not None]
         predict = self.predict_seconds or (lambda plan: None)
@@ -181,7 +184,10 @@ class PickLoop:
     # --- trials ------------------------------------------------------------------------------------------------
 
     def search(self, measurer: Measurer, evaluations: int, *, seed: int = 0, progress: TrialCallback | None = None) -> None:
-        """Run trials by `measurer` until there are `evaluations` of them or none is worth its cost; raise TaskError if all failed."""
+        """Run trials by `measurer` until `evaluations` have run or none is worth its cost; raise TaskError if all failed.
+
+        The first trial of each plan has the seed `seed`, its next one the next seed.
+        """
         while self.num_done < evaluations and not self.is_settled:
             plan = self.next_plan(evaluations - self.num_done)
             if plan is None:
@@ -226,7 +232,7 @@ class PickLoop:
         return posterior.propose(estimate, fits)
 
     def _smallest_untried(self) -> int | None:
-        """Return the untried plan of least expected peak, which is measured before the answer is that nothing fits."""
+        """Return the untried plan of least expected peak (None: there is none); it is tried before the answer is that nothing fits."""
         needed = self.needed()
         within = np.flatnonzero((self.candidates.memory <= self.budget_bytes) & np.isfinite(needed))
         if not (len(within) and self._peaks):
@@ -238,7 +244,7 @@ class PickLoop:
     # --- the answer ---------------------------------------------------------------------------------------------
 
     def estimate(self) -> posterior.Estimate:
-        """Return the posterior of every plan's error, relative to random guessing."""
+        """Return the predicted error of every plan, given the prior and the trials, relative to random guessing."""
         estimate = posterior.Estimate.after(self.prior, self.needed(), self.runs())
         return replace(estimate, exact=self._exact, times=comparable_times(time[:2] for time in self.step_times()))
 
@@ -249,7 +255,7 @@ class PickLoop:
         return posterior.ErrorMargin(self.max_error_increase / self._unit, self.confidence, self._index_of[Plan().key])
 
     def choice(self) -> posterior.BudgetChoice:
-        """Return the plan of least expected error within the budget, or the smallest within the margin; BudgetError if none fits."""
+        """Return the plan of least expected error within the budget; with `max_error_increase`, the smallest that it allows."""
         estimate, margin = self.estimate(), self.margin()
         return estimate.best(self.budget_bytes) if margin is None else estimate.smallest(self.budget_bytes, margin)
 
@@ -291,7 +297,7 @@ class PickLoop:
         )
 
     def _certainty(self, estimate: posterior.Estimate, choice: posterior.BudgetChoice, points: Sequence[Point]) -> str:
-        """Return a sentence on how certain the pick is: which plans may be as good, or how probably its error is within the margin."""
+        """Return a sentence on how certain `choice` is: which plans may be as good, or how probably its error is low enough."""
         if (margin := self.margin()) is not None:
             return self._say_margin(points[margin.baseline], choice.plan, float(estimate.within_margin(margin)[choice.plan]))
         certainty = reasons.say_ties([points[plan].label for plan in choice.ties], len(self.fits()))
@@ -305,7 +311,7 @@ class PickLoop:
         return f"at most {self.max_error_increase:g} above the baseline's with a probability of {100 * self.confidence:g} % or more"
 
     def _say_margin(self, baseline: Point, plan: int, chance: float) -> str:
-        """Return a sentence that explains the pick: the smallest plan whose error is probably (`chance`) within the margin."""
+        """Return a sentence that explains the pick: the smallest plan whose error is probably (`chance`) near the baseline's."""
         if plan == self._index_of[Plan().key]:
             return f"No smaller plan has an error {self._said_margin}."
         known = f"the baseline has {baseline.mean:.4f} +- {baseline.deviation:.4f} (standard deviation)"
@@ -356,7 +362,7 @@ class PickLoop:
         return replace(answer, reason=answer.frontier.explain_nothing_fits(self.budget_bytes))
 
     def _smallest(self, nbytes: int) -> Point:
-        """Return a point for the plan of the smallest peak, `nbytes`, with an error predicted from its features."""
+        """Make the plan of the smallest possible peak, `nbytes`, and return it as a point with a predicted error."""
         plan = self.step.assigned(nbytes)
         prior = self.task_prior.covering(np.array([-1]), self.step.features(plan)[None], self.candidates.points)
         estimate = posterior.Estimate.after(prior, np.array([float(nbytes)]), [])
@@ -367,8 +373,8 @@ class PickLoop:
 def expected_peaks(memory: Array, peaks: Sequence[tuple[int, int]]) -> Array:
     """Return the expected peak bytes of each plan, (plans,): the predicted `memory` plus the excess of a trial.
 
-    The excess is what a trial took beyond its prediction; `peaks` has (plan, measured bytes). The trial is the plan's own if there is one,
-    otherwise the trial of nearest prediction, and of several the one of most excess.
+    The excess of a trial is its measured peak less its predicted one; `peaks` has (plan, measured bytes) of each trial. A plan without a
+    trial gets the excess of the trial with the nearest prediction; of several trials, the one of most excess counts.
     """
     tried, measured = np.array([plan for plan, _ in peaks]), np.array([float(nbytes) for _, nbytes in peaks])
     distance = np.abs(memory[:, None] - memory[tried])

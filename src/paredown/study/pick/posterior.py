@@ -50,21 +50,21 @@ from paredown.study.pick.pareto import at_least_exact, cautious, quickest_of_tie
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
-NUM_STEPS = 30  # of EM
+NUM_STEPS = 30  # iterations of EM
 FEWEST_TASKS = 8  # from which the noise follows the mean error of a task; from fewer, it is the median
 STRENGTH = 4.0  # weight of the prior of S, in tasks: at least this, and as many as there are more levels than tasks
 LOOSE = 0.05  # share of a level's variance that is independent of all other levels, in the prior of S
 NOISE_RUNS = 4.0  # weight of the prior of v, in runs
-SMALLEST = 1e-8  # variance
+SMALLEST = 1e-8  # least variance
 AS_ACCURATE = 0.5  # standard deviations of a run: plans whose mean errors differ by this at most are as accurate
 TIE_PROBABILITY = 0.05  # a plan that is better than the chosen one with at least this probability ties with it
-GRID = np.linspace(-4.5, 4.5, 61)  # of a run's error from its mean, in standard deviations
+GRID = np.linspace(-4.5, 4.5, 61)  # distances of a run's error from its mean, in standard deviations
 ODDS = np.exp(-(GRID**2) / 2) / np.exp(-(GRID**2) / 2).sum()
 ENOUGH = 0.1  # standard deviations of a run: a smaller expected gain is not noticeable
 
 
 class Run(NamedTuple):
-    """The error of one run of a plan; infinite where it diverged."""
+    """A training run: the index of its plan, and its error, which is infinite if the run diverged."""
 
     plan: int
     error: float
@@ -72,7 +72,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class LevelSums:
-    """The counts, sums and sums of squares of observed errors, by task and level.
+    """The number of observed errors, their sum and the sum of their squares, as matrices (tasks, levels).
 
     A level is a group of plans that are known to differ by noise alone. `weights`: how much each task counts in a fit.
     """
@@ -84,7 +84,7 @@ class LevelSums:
 
     @staticmethod
     def of(errors: Array, levels: Indices, weights: Array | None = None) -> LevelSums:
-        """Return the sums of `errors` (tasks, runs), NaN where not observed; `levels` (runs,) has the level of each column."""
+        """Return the sums of `errors` (tasks, runs), NaN where not observed; `levels` has each column's level, a group of plans."""
         membership = (levels[:, None] == np.arange(int(levels.max()) + 1)).astype(float)
         observed = np.where(np.isfinite(errors), errors, 0.0)
         count, total, square = (part @ membership for part in (np.isfinite(errors), observed, observed**2))
@@ -93,7 +93,10 @@ class LevelSums:
 
 @dataclass(frozen=True)
 class Posterior:
-    """The distribution of a task's errors given its trials: mean and covariance over levels, and the variance of single runs."""
+    """The distribution of a task's errors given its trials: mean and covariance of levels, and the variance of a run.
+
+    A level is a group of plans that are known to differ by noise alone.
+    """
 
     mean: Array
     covariance: Array
@@ -101,7 +104,7 @@ class Posterior:
 
     @property
     def deviations(self) -> Array:
-        """The standard deviations of the levels' errors."""
+        """Return the standard deviation of the error of each level, a group of plans that differ by noise alone."""
         return np.sqrt(np.diagonal(self.covariance))
 
 
@@ -121,7 +124,7 @@ class Gaussian:
 
     @staticmethod
     def fitted(sums: LevelSums) -> Gaussian:
-        """Return the distribution of highest posterior probability for the observed errors, found by EM."""
+        """Return the distribution of highest posterior probability for the errors that `sums` counts, found by EM."""
         found, usual_noise = _start_of(sums)
         weights, shrunk = sums.weights, found.covariance
         strength = max(STRENGTH, len(shrunk) - found.num_tasks)
@@ -141,12 +144,12 @@ class Gaussian:
         return found
 
     def noise_at(self, height: float) -> Array:
-        """Return the variance of single runs at each level, (levels,), for a task whose mean error is `height` above average."""
+        """Return the variance of a run at each level (group of plans) for a task whose mean error is `height` above average."""
         slope, intercept = self.noise_line
         return math.exp(intercept + slope * (float(self.mean.mean()) + height)) * self.noise_ratios
 
     def given(self, levels: Sequence[int] | Indices, errors: Sequence[float] | Array) -> Posterior:
-        """Return the distribution after one run of each of `levels`, with these errors."""
+        """Return the distribution after runs: run i was of a plan of level (group) `levels[i]`, and had the error `errors[i]`."""
         levels = np.asarray(levels, dtype=np.intp)
         if not len(levels):
             return Posterior(self.mean, self.covariance, self.noise_at(0.0))
@@ -160,14 +163,20 @@ class Gaussian:
 
 
 def _levels_of_tasks(found: Gaussian, sums: LevelSums, noise: Array) -> tuple[Array, Array]:
-    """Return means (tasks, levels) and covariances of the levels' errors on each prior task, given runs of variance `noise`."""
+    """Return the mean errors (tasks, levels) of the prior's tasks, and their covariances, given the runs in `sums`.
+
+    `found` is the distribution of a task's errors, `noise` (tasks, levels) the variance of a run; a level is a group of plans.
+    """
     inner = np.eye(len(found.mean)) + found.covariance * (sums.count / noise)[:, None, :]
     spreads: Array = np.linalg.solve(inner, np.broadcast_to(found.covariance, inner.shape)).astype(float)
     return found.mean + np.einsum("tlm,tm->tl", spreads, (sums.total - sums.count * found.mean) / noise), spreads
 
 
 def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, float]:
-    """Return slope and intercept of a line for the logarithm of `noise` (tasks,) over the tasks' mean errors, `values`."""
+    """Fit a line to the logarithm of `noise` (tasks,) over the tasks' mean errors, and return its slope and intercept.
+
+    `values` are errors (tasks, levels), `weights` say how much each task counts.
+    """
     if len(noise) < FEWEST_TASKS:
         return 0.0, float(np.log(np.median(noise)))
     heights, logs = values.mean(axis=1), np.log(noise)
@@ -177,7 +186,7 @@ def _noise_line(values: Array, noise: Array, weights: Array) -> tuple[float, flo
 
 
 def _start_of(sums: LevelSums) -> tuple[Gaussian, float]:
-    """Return the distribution with which EM starts (an offset for each level, a height for each task), and the variance of a run."""
+    """Return the distribution from which EM starts, with one offset per level and one per task, and the variance of a run."""
     weights, observed = sums.weights, sums.weights @ sums.count
     mean = np.where(observed > 0, weights @ sums.total / np.maximum(observed, 1e-12), (weights @ sums.total).sum() / observed.sum())
     heights = (sums.total - sums.count * mean).sum(axis=1) / np.maximum(sums.count.sum(axis=1), 1.0)
@@ -195,7 +204,7 @@ def _start_of(sums: LevelSums) -> tuple[Gaussian, float]:
 
 @dataclass(frozen=True)
 class Prior:
-    """The distribution of a new task's errors by plan, the probability that each diverges, and the error `worst` of that."""
+    """The distribution of a new task's errors by plan, each plan's probability to diverge, and the error of a diverged run (`worst`)."""
 
     levels: Indices
     gaussian: Gaussian
@@ -204,7 +213,7 @@ class Prior:
 
     @staticmethod
     def of(errors: Array, levels: Indices | None = None) -> Prior:
-        """Return the prior fitted to errors (tasks, plans), NaN where not observed; without `levels`, each plan is a level of its own."""
+        """Return the prior fitted to errors (tasks, plans), NaN where unknown; plans of equal `levels` differ by noise alone."""
         if not np.isfinite(errors).any():
             raise PlanError(f"a prior needs errors: the matrix {errors.shape} of tasks and plans has no number in it.")
         errors = np.where(np.isfinite(errors), errors, np.nan)
@@ -212,7 +221,7 @@ class Prior:
         return Prior(levels, Gaussian.fitted(LevelSums.of(errors, levels)), float(np.nanmax(errors)))
 
     def after(self, runs: Sequence[Run]) -> Posterior:
-        """Return the posterior of the levels' errors after these runs; a run that diverged does not change it."""
+        """Return the distribution of errors by level (group of plans) after these runs; diverged runs do not change it."""
         runs = [run for run in runs if np.isfinite(run.error)]
         return self.gaussian.given(self.levels[[run.plan for run in runs]], [run.error for run in runs])
 
@@ -230,14 +239,14 @@ class Prior:
 
 
 class BudgetChoice(NamedTuple):
-    """The plan to take within a budget, and other plans within it that may be as good."""
+    """The index of the plan to take within a budget, and those of other plans within it that may be as good (`ties`)."""
 
     plan: int
     ties: tuple[int, ...] = ()
 
 
 class ErrorMargin(NamedTuple):
-    """The amount by which a mean error may exceed the baseline's, and how probable that must be."""
+    """Says by how much (`increase`) a mean error may exceed the plan `baseline`'s, and how probably it must stay within."""
 
     increase: float
     confidence: float
@@ -246,9 +255,10 @@ class ErrorMargin(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """The means of the errors of all plans, (plans,), their covariance, and the variance `noise` of one run.
+    """Predicted errors of all plans: their means, (plans,), their covariance, and the variance of one run (`noise`).
 
-    `tried`: plans that have runs. `exact`: plans that quantize nothing (`at_least_exact`). `times`: step times, NaN where unknown.
+    `memory`: bytes of the plans. `tried`: plans that have runs. `exact`: plans that quantize nothing (`at_least_exact`). `times`: step
+    times, NaN where unknown.
     """
 
     memory: Array
@@ -274,7 +284,7 @@ class Estimate:
 
     @property
     def deviations(self) -> Array:
-        """The standard deviations of the mean errors, (plans,)."""
+        """Return the standard deviations of the mean errors, (plans,)."""
         return np.sqrt(np.diagonal(self.covariance))
 
     def mean_band(self, width: float = 1.645) -> tuple[Array, Array]:
@@ -283,11 +293,11 @@ class Estimate:
 
     @property
     def tie_error(self) -> float:
-        """The difference of mean errors up to which plans are as accurate: AS_ACCURATE standard deviations of a typical run."""
+        """Return the difference of mean errors up to which plans count as equal: AS_ACCURATE standard deviations of a typical run."""
         return AS_ACCURATE * float(np.sqrt(np.median(self.noise)))
 
     def errors(self, plans: Indices, *, is_cautious: bool = True) -> Array:
-        """Return the errors by which `plans` are compared: means, with caution a standard deviation more if only others have runs."""
+        """Return the errors by which `plans` are compared: their means; if `is_cautious`, a standard deviation more for untried plans."""
         is_tried = np.isin(plans, list(self.tried))
         means, is_exact = self.means[plans], np.isin(plans, list(self.exact))
         return at_least_exact(cautious(means, self.deviations[plans], is_tried) if is_cautious else means, means, is_exact)
@@ -332,7 +342,7 @@ class Estimate:
 
 
 def expected_gains(estimate: Estimate, plans: Indices, *, has_noise: bool = True) -> Array:
-    """Return by how much a run of each of `plans` is expected to lower the picked plan's error; without noise an upper bound."""
+    """Return by how much a run of each of `plans` is expected to lower the picked plan's error; an upper bound without `has_noise`."""
     means, covariance = estimate.means[plans], estimate.covariance[np.ix_(plans, plans)]
     variances = np.diagonal(covariance) + has_noise * estimate.noise[plans]
     slopes = covariance / np.sqrt(np.maximum(variances, 1e-18))[:, None]  # (plan of the run, plans)
@@ -348,7 +358,7 @@ def propose(estimate: Estimate, plans: Indices) -> int:
 
 
 def is_settled(estimate: Estimate, plans: Indices) -> bool:
-    """Return whether no trial is worth its cost, since knowing no plan's mean error would lower the picked one's noticeably."""
+    """Return whether trials are not worth their cost: even a noiseless run of a plan would lower the picked plan's error too little."""
     noise = float(estimate.noise[plans[estimate.means[plans].argmin()]])
     return float(expected_gains(estimate, plans, has_noise=False).max()) <= ENOUGH * noise**0.5
 

@@ -1,4 +1,4 @@
-"""The answer of a pick in sentences: why this plan, how certain that is, its step time, what the trials cost, or why nothing fits."""
+"""Write the answer of a pick in sentences: why this plan, how certain that is, its step time, the cost of trials, or why nothing fits."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ TIMED = {"measured": "measured", "predicted": "predicted", "prior": "the mean of
 
 @dataclass(frozen=True)
 class AnswerText:
-    """The sentences of an answer, about the picked `point`; `others` are trials of the task that other sweeps ran."""
+    """Writes the sentences of an answer about the picked `point`; `others` are trials of the task that other sweeps ran."""
 
     answer: Picked
     point: Point
     others: tuple[Trial, ...]
-    num_tasks: int  # of the prior
+    num_tasks: int  # tasks of the prior
     has_unit: bool  # whether the error of random guessing is known
 
     def reason(self, certainty: str, early: str) -> str:
-        """Return why this plan is picked: its peak, its expected error, how certain the choice is, and why trials ended early, if so."""
+        """Return why this plan is picked: its peak and expected error, then the sentences `certainty` and `early`.
+
+        They say how certain the choice is, and why trials ended early ("" if they did not).
+        """
         answer, point = self.answer, self.point
         share = f"{100 * point.predicted_bytes / max(answer.full_bytes, 1):.0f} % of the baseline"
         peak = f"{say_bytes(point.predicted_bytes)} of {say_bytes(answer.budget_bytes)} ({share})"
@@ -40,7 +43,7 @@ class AnswerText:
         return " ".join(part for part in parts if part)
 
     def notes(self) -> tuple[str, ...]:
-        """Return further facts: the cost, failed trials, a measured peak above the budget, how errors were predicted."""
+        """Return further sentences: what trials cost, which failed, a measured peak above the budget, how errors were predicted."""
         point, trials, notes = self.point, self.answer.trials, list[str]()
         if trials:
             seconds = sum(trial.seconds or 0.0 for trial in trials)
@@ -68,7 +71,7 @@ class AnswerText:
 
 
 def say_use_of_trials(gain: float, is_settled: bool) -> str:
-    """Return a sentence, for a pick without trials, on how much the best trial is expected to lower the error."""
+    """Return a sentence, for a pick without trials, on whether trials would help: not if `is_settled`, else by `gain`."""
     if is_settled:
         return (
             "Trials are not expected to change this choice: the plans that fit are about as accurate, by what earlier tasks show."

@@ -1,4 +1,4 @@
-"""The prior of a new task, from the data of prior tasks: units, levels, and plans that no prior task was trained under.
+"""Fit the prior of a new task's errors to the data of prior tasks, and extend it to plans that no prior task was trained under.
 
 Units: errors are relative to random guessing, and at most 1 (docs/decisions/019). So the share of wrong answers among 10, among
 100, and the loss of a text are comparable, and a run that diverged is 1.
@@ -38,7 +38,7 @@ from paredown.study.pick.posterior import Gaussian, LevelSums, Prior
 from paredown.study.priors.prior_data import PriorData, random_guess_error
 
 Array = NDArray[np.float64]
-LENGTH = 2.5  # of likeness, in bits of precision lost
+LENGTH = 2.5  # length scale of `likeness`, in bits of precision lost
 NUGGET = 0.01  # variance that features do not explain, relative to the explained one
 Z_90 = 1.645  # standard deviations to each side of a 90 % interval
 WORST = 1.0  # random guessing
@@ -46,7 +46,7 @@ WORST = 1.0  # random guessing
 
 @dataclass(frozen=True)
 class TaskPrior:
-    """The prior of a new task, fitted to prior tasks. A level is a group of plans that are known to differ by noise alone."""
+    """The distribution of a new task's errors, fitted to earlier tasks. A level is a group of plans that differ by noise alone."""
 
     prior_data: PriorData
     prior: Prior
@@ -54,7 +54,7 @@ class TaskPrior:
 
     @staticmethod
     def of(prior_data: PriorData) -> TaskPrior:
-        """Return the prior of a new task, fitted to all tasks of `prior_data`."""
+        """Return the distribution of a new task's errors, fitted to the errors of all tasks of `prior_data`."""
         has_diverged = prior_data.diverged > 0  # how likely that is counts apart from the errors of plans that train
         runs = np.where(has_diverged[..., None], np.nan, scaled(prior_data))  # (tasks, plans, seeds)
         if not np.isfinite(runs).any():
@@ -69,7 +69,7 @@ class TaskPrior:
         return TaskPrior(prior_data, Prior(levels, gaussian, WORST, divergence), errors)
 
     def covering(self, columns: NDArray[np.intp], features: Array, points: Array) -> Prior:
-        """Return the prior of the plans that `pick` may choose from, also of those that no prior task has.
+        """Return the distribution of a new task's errors under candidate plans, also those that no prior task was trained under.
 
         `columns` are the columns of the candidates in the prior data, -1 for plans that it does not have. `features` are the features of
         the candidates, `points` those of all plans of the prior (NaN: unknown), from which plans without a column are predicted.
@@ -84,7 +84,7 @@ class TaskPrior:
         return replace(prior, gaussian=self._extended(features[is_new], points))
 
     def _extended(self, new: Array, points: Array) -> Gaussian:
-        """Return the prior distribution with plans added that no prior task has, predicted from their features `new`."""
+        """Return the prior with more plans, predicted from their features `new` and from `points`, those of the prior's plans."""
         gaussian, levels, is_known = self.prior.gaussian, self.prior.levels, np.isfinite(points).all(axis=1)
         known = np.unique(levels[is_known])
         if not len(known):
@@ -102,7 +102,7 @@ class TaskPrior:
 
 
 def scaled(prior_data: PriorData) -> Array:
-    """Return all runs (tasks, plans, seeds) relative to random guessing, or to the task's worst error, at most WORST."""
+    """Return the errors of all runs (tasks, plans, seeds) divided by that of random guessing, or by the task's worst; at most WORST."""
     runs = np.where(np.isfinite(prior_data.runs), prior_data.runs, np.nan)
     worst = np.where(np.isfinite(runs), runs, 0.0).max(axis=(1, 2), initial=0.0)
     guesses = [task.blind or random_guess_error(task.metric, task.answers) for task in prior_data.tasks]
@@ -117,7 +117,7 @@ def data_set_weights(prior_data: PriorData) -> Array:
 
 
 def predicting_weights(points: Array, new: Array, tasks: Array) -> tuple[Array, Array]:
-    """Return the weights of known plans' errors in the prediction of new plans' errors, and the covariance of its error.
+    """Return the weights of known plans' errors in the prediction of new plans' errors, and the covariance of the prediction's error.
 
     `new` are the features of the new plans, `points` those of the levels. `tasks` (tasks, levels) are errors of the levels, NaN where not
     observed: each level is predicted from the others to scale the covariance.

@@ -1,4 +1,4 @@
-"""Priors: results of earlier tasks under plans, as data, as files, and collected from trials."""
+"""Priors: errors of earlier tasks under plans, as data, as files, and collected from trials."""
 
 from __future__ import annotations
 

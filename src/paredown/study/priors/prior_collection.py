@@ -1,4 +1,4 @@
-"""A prior made from trials: those of a store, or of the JSON that `paredown sweep export` writes.
+"""Make a prior from the trials of a store, or of the JSON that `paredown sweep export` writes. Its entry for a trial, by status:
 
     done, stopped                    the measured error
     diverged                         the error of random guessing (where that is not known: the task's worst error), and counted
@@ -56,7 +56,10 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class CollectedTrial(NamedTuple):
-    """A trial that is part of a prior, with its task, its column (the key of its plan), its sweep and its probability to be drawn."""
+    """Holds a trial that becomes an entry of a prior, in the row of its `task` and the `column` of its plan.
+
+    `propensity` is the probability that its sweep drew it.
+    """
 
     task: str  # the text of the task
     column: str  # the key of its PlanRow
@@ -66,7 +69,7 @@ class CollectedTrial(NamedTuple):
 
 
 def read_rows(source: str | Path) -> Rows:
-    """Return the trials of an export (.json) or of a store."""
+    """Return the rows of trials in `source`, a JSON file of `paredown sweep export`, or a store (a database of trials)."""
     if not str(source).endswith(".json"):
         from paredown.study.sweeps.export import rows as rows_of  # SQLAlchemy is an extra
         from paredown.study.sweeps.store import Store
@@ -89,7 +92,7 @@ def collect(
 
     Tasks in files of code are loaded from `folder` alone.
 
-    `is_finished`: take only tasks with no open trials in these sweeps; of others, the finished trials are a biased sample.
+    `is_finished`: take only tasks without unfinished trials in these sweeps; the finished trials of other tasks are a biased sample.
     """
     sweeps = set(sweeps)
     open_tasks = {row["task"] for row in rows if row["trial"] is None and (not sweeps or row["sweep"] in sweeps)}
@@ -111,7 +114,7 @@ def collect(
 
 
 def _table(rows: Rows) -> tuple[list[CollectedTrial], dict[str, PlanRow]]:
-    """Return the trials that have an error or diverged, one for each task, plan and seed, and the columns of the prior by key."""
+    """Return the trials in `rows` with an error or that diverged, one for each task, plan and seed, and the prior's columns."""
     plans: dict[str, PlanRow] = {}
     entries: dict[tuple[str, str, int], CollectedTrial] = {}
     for row in rows:
@@ -171,7 +174,7 @@ def _seed_indices(entries: Iterable[CollectedTrial]) -> dict[tuple[str, int], in
 
 
 def _bytes(entry: CollectedTrial, mode: str, folder: Path | None) -> float:
-    """Return the predicted peak bytes of a trial; in simulate mode PEPPP's count, if the plan is one of PEPPP's configurations."""
+    """Return a trial's predicted peak bytes; in simulate mode PEPPP's count if possible, of a task whose code is in `folder`."""
     if mode == "simulate":
         try:
             return peppp_bytes(entry.task, entry.trial.plan, folder)
@@ -182,7 +185,7 @@ def _bytes(entry: CollectedTrial, mode: str, folder: Path | None) -> float:
 
 
 def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
-    """Return the errors of runs, with the error `blind` of random guessing, or the task's worst error, for diverged (infinite) ones."""
+    """Return the errors of runs, where diverged runs (infinite) have the error of random guessing (`blind`) or the task's worst error."""
     finite = np.where(np.isinf(runs), np.nan, runs)
     worst = [np.nanmax(row) if np.isfinite(row).any() else 1.0 for row in finite]
     replacement = np.array([w if b is None else b for w, b in zip(worst, blind, strict=True)])
@@ -190,14 +193,14 @@ def _with_diverged(runs: Array, blind: Sequence[float | None]) -> Array:
 
 
 def _distinct_task_rows(tasks: list[TaskRow], source: str) -> list[TaskRow]:
-    """Return the rows of tasks with distinct names: if two short names are equal, the whole text, then a number."""
+    """Return `tasks` with `source`, their prior's name, and distinct names: tasks of equal names are named by their whole text."""
     count = Counter(row.name for row in tasks)
     names = distinct(row.name if count[row.name] == 1 else row.text for row in tasks)
     return [replace(row, source=source, name=name) for row, name in zip(tasks, names, strict=True)]
 
 
 def provenance_of(entries: Iterable[CollectedTrial]) -> tuple[dict[str, Any], ...]:
-    """Return each commit, device and versions that trials of a prior ran with, with their number, their sweeps and today's date."""
+    """Return a dict for each combination of commit, device and versions: number of trials, sweeps, today's date."""
     groups: dict[str, list[CollectedTrial]] = {}
     for entry in {id(entry.trial): entry for entry in entries}.values():  # a trial may be in two columns
         trial = entry.trial
@@ -214,7 +217,7 @@ def provenance_of(entries: Iterable[CollectedTrial]) -> tuple[dict[str, Any], ..
 
 
 def row_of_task(text: str, folder: Path | None) -> TaskRow:
-    """Return the row of a task; if it cannot be loaded, or is code without a `folder`, the row has what its text says."""
+    """Return a task's row of a prior; if the task cannot be loaded, or is code and `folder` is None, from its text alone."""
     portable = portable_text(text)
     head, _, tail = portable.partition("#")
     data = PurePath(head.partition(":")[2] or head).name
@@ -240,7 +243,7 @@ def row_of_task(text: str, folder: Path | None) -> TaskRow:
 
 
 def row_of(plan: Plan) -> PlanRow:
-    """Return the column of a plan: its label and level."""
+    """Return a plan's column of a prior: JSON, label, and for PEPPP's configurations a level, which plans alike share."""
     formats = {key: str(assignment.format) for key, assignment in plan.rules if assignment.format is not None}
     low, high = (PEPPP_FORMAT.fullmatch(formats.get(role, "")) for role in ("weight", "master"))
     if low and high:

@@ -1,9 +1,9 @@
-"""The data of a prior: errors of tasks (rows) under plans (columns), with memory, noise and provenance. It needs numpy alone.
+"""A prior's data: errors of tasks (rows) under plans (columns), with memory, noise and provenance. This file needs numpy alone.
 
-    errors, counts   mean over seeds, NaN without a run, and the number of runs; a run that diverged has the error of random guessing
-    runs             the same for each seed, (tasks, plans, seeds), NaN where there is none
-    memory           predicted peak bytes, and `measured` ones; NaN where they are not known
-    step_ratio       step time in times of the unmodified step's on the same machine; NaN where it was not measured
+    errors, counts   mean error over seeds, NaN without a run, and the number of runs
+    runs             the error of each seed, (tasks, plans, seeds), NaN without a run; if the run diverged, that of random guessing
+    memory           predicted peak bytes; `measured` has the measured ones; NaN where they are not known
+    step_ratio       step time divided by the unmodified step's on the same machine; NaN where it was not measured
     noise            of a task: standard deviation of one run about the mean of its plan, pooled over plans that ran more than once
 
         noise^2 = sum over plans and seeds of (run - mean of the plan)^2  /  sum over plans of (seeds - 1)
@@ -41,7 +41,7 @@ MATRICES = {
     "diverged": 0.0,
     "propensity": 1.0,
     "step_ratio": np.nan,
-}  # and what they have unless given
+}  # optional matrices (tasks, plans), and the value of their entries by default
 
 
 def random_guess_error(metric: str, answers: int | None) -> float | None:
@@ -53,10 +53,10 @@ def random_guess_error(metric: str, answers: int | None) -> float | None:
 
 @dataclass(frozen=True)
 class TaskRow:
-    """A task of a prior. `metric`: "error" is the share of wrong answers, "loss" the cross entropy.
+    """Describes a task, which is a row of a prior. `metric`: "error" is the share of wrong answers, "loss" the cross entropy.
 
     `answers`: number of possible answers. `blind`: the error of random guessing. `full_bytes`: bytes of the baseline, counted as
-    `memory` is. `source`: the prior that it came with. `text`: the task as `find_task` reads it.
+    `memory` is. `source`: the prior that the task came with. `text`: the task's name as `find_task` reads it.
     """
 
     name: str
@@ -73,7 +73,7 @@ class TaskRow:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """A plan of a prior: `plan` is its JSON, or None if a plan is made for each task from `template` ("assign 40% role").
+    """Describes a column of a prior: `plan` is a plan's JSON, or None if each task has a plan made from `template` ("assign 40% role").
 
     `level`: plans with the same level are known to differ by noise alone; "" means unknown.
     """
@@ -85,7 +85,7 @@ class PlanRow:
 
     @property
     def key(self) -> str:
-        """The text that identifies the plan: the template, or the plan's key; columns with equal keys are one plan."""
+        """Return the text that identifies the plan: the template, or the plan's key; columns with equal keys are one plan."""
         if self.plan is None:
             return self.template
         return repr(Plan.from_json(self.plan).key)
@@ -93,7 +93,7 @@ class PlanRow:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PriorData:
-    """Errors of tasks under plans, with memory, noise and step times, as the head of this file defines them.
+    """Holds the errors of earlier tasks (rows) under plans (columns), with memory, noise and step times, for `pick`.
 
     `provenance` has commit, device, versions, dates and sweep of each collection of trials.
     """
@@ -131,17 +131,17 @@ class PriorData:
 
     @cached_property
     def counts(self) -> Array:
-        """The number of runs, (tasks, plans)."""
+        """Return the number of runs of each task under each plan, (tasks, plans)."""
         return np.isfinite(self.runs).sum(axis=2)
 
     @cached_property
     def errors(self) -> Array:
-        """The mean errors, (tasks, plans)."""
+        """Return the mean error over the runs of each task under each plan, (tasks, plans)."""
         return mean_of_seeds(self.runs)
 
     @cached_property
     def noise(self) -> Array:
-        """The noise of each task, (tasks,), NaN where no plan ran twice."""
+        """Return the standard deviation of single runs of each task, (tasks,); NaN where no plan ran twice. Diverged plans are left out."""
         return pooled_noise(np.where((self.diverged > 0)[..., None], np.nan, self.runs))
 
     def without(self, tasks: Iterable[str]) -> PriorData:
@@ -160,7 +160,7 @@ class PriorData:
 
 
 def mean_of_seeds(values: Array) -> Array:
-    """Return the means (tasks, plans) of values (tasks, plans, seeds), NaN where there is none."""
+    """Return the means over seeds (tasks, plans) of `values` (tasks, plans, seeds) that are not NaN; NaN where all are."""
     counts = np.isfinite(values).sum(axis=2)
     return np.where(counts > 0, np.nansum(values, axis=2) / np.maximum(counts, 1), np.nan)
 
@@ -173,7 +173,7 @@ def pooled_noise(runs: Array) -> Array:
 
 
 def join_priors(parts: Sequence[PriorData], name: str = "joined") -> PriorData:
-    """Return one prior with all tasks and plans of `parts`; a plan of several parts is one column, a task of two stays two rows."""
+    """Return one prior with all tasks and plans of `parts`; a plan in several parts is one column, a task in two is two rows."""
     modes = list(dict.fromkeys(part.mode for part in parts))
     if len(modes) != 1:
         raise PriorError(f"only priors of one mode can be joined; these have {', '.join(modes) or 'none'}.")
@@ -195,7 +195,10 @@ def join_priors(parts: Sequence[PriorData], name: str = "joined") -> PriorData:
 
 
 def _spread(part: PriorData, name: str, columns: NDArray[np.intp], num_columns: int, depth: int) -> Array:
-    """Return the matrix `name` of `part` with its columns moved to `columns` of `num_columns`; other entries are NaN or 0."""
+    """Return the matrix `name` of the prior `part` for `num_columns` plans: its columns stand at `columns`, others are empty.
+
+    `depth` is the number of seeds, the third dimension of the matrix "runs".
+    """
     array = getattr(part, name)
     empty = 0.0 if name in ("diverged", "propensity") else np.nan
     matrix = np.full((len(part.tasks), num_columns, *([depth] if name == "runs" else [])), empty)

@@ -1,4 +1,4 @@
-"""Priors by name and as files: those that the package ships, and the user's own.
+"""Load and save priors, by name or as files: those that the package ships, and the user's own.
 
     load("stored")         shipped: tensors stored in low-bit formats, on images and text
     load("low_budgets")    shipped: the same on deeper networks in longer trainings, below 30 % of the memory
@@ -53,7 +53,7 @@ ABOUT = "errors of earlier trainings under plans, for paredown's pick; docs/prio
 
 @dataclass(frozen=True)
 class PriorFile:
-    """The JSON form of a prior: the fields of `PriorData`, without those that have default values."""
+    """Defines the JSON of a prior: the fields of `PriorData`, where matrices that have only default values are left out (None)."""
 
     name: str
     mode: Annotated[str, Check(MODES.__contains__, f"one of {', '.join(MODES)}")]
@@ -70,7 +70,7 @@ class PriorFile:
 
 
 def load(name: str | os.PathLike[str] = "stored") -> PriorData:
-    """Return the prior of this name, or the prior in this file."""
+    """Return the prior (errors of earlier tasks under plans) called `name`, or the one in a file if `name` is a path."""
     text = os.fspath(name)
     if text.endswith(".json") or "/" in text or os.sep in text:
         return read_prior(Path(text))
@@ -88,7 +88,7 @@ def available() -> list[str]:
 
 
 def own_priors() -> list[str]:
-    """Return the names of the user's own priors."""
+    """Return the names of the priors (errors of earlier tasks under plans) that the user has added."""
     return sorted(path.stem for path in folder().glob("*.json") if NAME.fullmatch(path.stem))
 
 
@@ -101,7 +101,7 @@ def known_prior(mode: str = "store") -> PriorData:
 
 
 def add(prior_data: PriorData, name: str, *, replaces: bool = False) -> Path:
-    """Save a prior among the user's own, over one of this name with `replaces`, and return its path."""
+    """Save a prior as one of the user's own, called `name`, and return its path; with `replaces` an existing one is overwritten."""
     path = _own_path(name)
     if path.exists() and not replaces:
         raise PriorError(f"a prior {name!r} exists already. Pass replaces=True to replace it, or choose another name.")
@@ -119,7 +119,7 @@ def remove(name: str) -> None:
 
 
 def folder() -> Path:
-    """Return the folder of the user's own priors."""
+    """Return the folder of the prior files that the user has added."""
     path = os.environ.get(FOLDER_VARIABLE)
     base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
     return Path(path) if path else Path(base) / "paredown" / "priors"
@@ -187,7 +187,7 @@ def read_prior(path: Path) -> PriorData:
 
 
 def prior_from_json(value: Any) -> PriorData:
-    """Return the prior of a JSON value, or raise PriorError; plans are read when they are used, since 100 take 0.25 s."""
+    """Return the prior of a JSON value, or raise PriorError; its plans are parsed when they are used, since 100 take 0.25 s."""
     file: PriorFile = read_versioned(PriorFile, value, "prior", VERSION, PriorError, oldest=VERSION)
     shape = len(file.tasks), len(file.plans)
     if not all(shape):
@@ -237,7 +237,7 @@ def made_up_prior(num_tasks: int = 11, num_plans: int = 30, *, seeds: int = 2, s
 
 
 def _plans() -> Iterator[tuple[PlanRow, float, float]]:
-    """Yield the plans of the synthetic prior, those with the first block length first, with their bits of activations and weights."""
+    """Yield (plan, bits of an activation, bits of a value of optimizer state) for each plan of the synthetic prior."""
     for block, (tier, bits), (text, width) in product(BLOCKS, STATES.items(), ELEMENTS.items()):
         if not text and block != BLOCKS[0]:
             continue

@@ -1,7 +1,7 @@
-"""`render(record)`: one self-contained HTML page of a record; it loads no other files and uses no network.
+"""`render(record)` returns a report as one self-contained HTML page, which loads no other files and uses no network.
 
-The page embeds the record as JSON, escaped so that no text can close the script element. One script draws it with text nodes only, so
-names of tasks, plans and slots are never parsed as markup. The Content-Security-Policy allows this script and style by hash, nothing else.
+The page embeds the record as JSON, escaped so that no text can close the script element. A script draws the record with text nodes only,
+so names of tasks, plans and slots are never parsed as markup. The Content-Security-Policy allows only this script and style, by hash.
 
 >>> page = render(Record("</script><script>alert(1)</script>"))
 >>> page.count("<script"), "alert(1)</script>" in page
@@ -30,7 +30,7 @@ ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028
 
 
 def render(record: Record, *, live: str = "") -> str:
-    """Return the HTML page of a record; `live` is the path of the event stream if the page is served, "" for a file."""
+    """Return the HTML page of a record, a report's content; `live` is the path of the event stream of a served page, or ""."""
     value = drawn(record)
     parts = {
         "policy": escape(policy(is_live=bool(live))),
@@ -45,12 +45,12 @@ def render(record: Record, *, live: str = "") -> str:
 
 
 def drawn(record: Record) -> dict[str, Any]:
-    """Return the JSON that the page's script draws: the record, with a sentence that summarizes each study."""
+    """Return the JSON that the page's script draws: the record, with a sentence on each of its studies (parts on a task)."""
     return {**record.to_json(), "summaries": [scrub(study.summary()) for study in record.studies]}
 
 
 def write(record: Record, path: str | os.PathLike[str]) -> None:
-    """Write the page to a file, whole or not at all."""
+    """Write the report page of `record` to a file; if that fails, no partial file is left."""
     save_text(path, render(record), ReportError)
 
 
@@ -60,7 +60,7 @@ def embedded(value: dict[str, Any]) -> str:
 
 
 def policy(*, is_live: bool) -> str:
-    """Return the Content-Security-Policy: the page's own script and style, and for a live page connections to its server."""
+    """Return a Content-Security-Policy that allows the page's own script and style, and a live page connections to its server."""
     allowed = [
         f"script-src '{_hash(script())}'",
         f"style-src '{_hash(style())}'",
@@ -93,7 +93,7 @@ def asset(name: str) -> str:
 
 
 def in_plain(value: dict[str, Any]) -> str:
-    """Return the sentences on each study as HTML, for browsers without JavaScript; `value` is what `drawn` returns."""
+    """Return a summary of each task's part as HTML for browsers without JavaScript; `value` is what `drawn` returns."""
     parts = ["<p>The charts and tables of this page need JavaScript.</p>"]
     for study, summary in zip(value["studies"], value["summaries"], strict=True):
         parts.append(f"<h2>{escape(study['task'])}</h2><p>{escape(summary)}</p><p>{escape(study['reason'])}</p>")

@@ -1,4 +1,4 @@
-"""`Record`: trials, picks, memory and changes as one JSON value, which `page.render` turns into a report page. Every part is optional.
+"""A `Record` holds trials, picks, memory and changes as one JSON value, which `page.render` turns into a report page; all are optional.
 
 >>> from paredown.study.tasks.trial import Status
 >>> trial = Trial("digits", Plan.preset("lpmm"), 0, Status.DONE, error=0.025, predicted_peak_bytes=2**20)
@@ -79,7 +79,7 @@ def scrub(text: str) -> str:
 
 
 def scrub_all(value: Any, names: Mapping[str, str] | None = None) -> Any:
-    """Return a JSON value in which every text is scrubbed of paths, names and addresses."""
+    """Return a JSON value in which every text is scrubbed of paths and addresses, or replaced by its entry in `names` if it has one."""
     names = names or {}
     if isinstance(value, str):
         return names.get(value) or scrub(value)
@@ -127,9 +127,9 @@ MOST_CURVES = 200  # training curves that are drawn
 
 @dataclass(frozen=True, repr=False)
 class Record:
-    """The content of a report page: studies of tasks, trials (`runs`), changes of storage, and actions of the guard.
+    """The content of a report page: a Study for each task, trials (`runs`), and what the Guard of a session did (`actions`).
 
-    `changes`: slots that are not stored as the plan requests; `given`: the storage of every slot.
+    `changes`: tensors of the step that are not stored as the plan requests; `given`: how every tensor is stored.
     """
 
     title: str
@@ -150,7 +150,7 @@ class Record:
 
     @staticmethod
     def of_pick(picked: Picked, *, trace: Trace | None = None, title: str = "", session: Session | None = None) -> Record:
-        """Return the record that shows a pick; a `trace` adds memory by plan, a `session` its changes and guard actions."""
+        """Return the record of a pick; `trace` adds memory of plans, `session` how tensors are stored and what its Guard did."""
         study = parts.study_of_pick(picked)
         labels = Labels({point.label: point.plan for point in picked.frontier.points})
         record = Record(title or f"{picked.task}: a plan within a budget", studies=(study,)).with_trials(picked.trials, labels)
@@ -165,7 +165,10 @@ class Record:
         labels: Labels | Mapping[str, Plan] | None = None,
         times: Sequence[tuple[str, str]] = (),
     ) -> Record:
-        """Return the record of measured trials, a study for each task; `labels` names plans, `times` has end and host of each trial."""
+        """Return the record of measured trials, a study (a task's part of the page) for each task.
+
+        `labels` names plans, `times` has (end time, host) of each trial.
+        """
         rows, names = list(trials), labels if isinstance(labels, Labels) else Labels(labels)
         by_task: dict[str, list[Trial]] = {}
         for trial in rows:
@@ -175,7 +178,7 @@ class Record:
 
     @staticmethod
     def of_store(store: Store, *, sweep: str | None = None, title: str = "") -> Record:
-        """Return the record of a store: its finished trials by task and plan, and the progress of its sweeps."""
+        """Return the record of a database of trials: its finished trials by task and plan, and the progress of its sweeps."""
         from paredown.study.sweeps.database import readable  # SQLAlchemy is an extra
         from paredown.study.sweeps.export import rows
         from paredown.study.sweeps.status import count
@@ -204,7 +207,7 @@ class Record:
     def with_trials(
         self, trials: Iterable[Trial], labels: Labels | Mapping[str, Plan] | None = None, times: Sequence[tuple[str, str]] = ()
     ) -> Record:
-        """Return this record with further trials; `times` is empty, or has the time of the end and the host of each."""
+        """Return this record with further trials; `times` is empty, or has (end time, host) of each trial."""
         rows = list(trials)
         names = labels if isinstance(labels, Labels) else Labels(labels)
         last = _last(rows)
@@ -223,7 +226,7 @@ class Record:
         )
 
     def with_footprints(self, trace: Trace, plans: Mapping[str, Plan], *, task: str = "") -> Record:
-        """Return this record with the memory of a step under these plans, in the study of `task` (default: the first)."""
+        """Return this record with the memory of a step under `plans`, in the Study (part) of `task`, by default the first one."""
         studies = self.studies or (parts.Study(task or trace.model),)
         task = task or studies[0].task
         if task not in (study.task for study in studies):
@@ -236,34 +239,34 @@ class Record:
         )
 
     def with_session(self, session: Session) -> Record:
-        """Return this record with the storage of every slot, the changes and the guard actions of an open session that ran a step."""
+        """Return this record with how an open session stores every tensor, after a step, and what its Guard has done."""
         given = tuple(Change(row.slot, row.asked, row.now, row.why) for row in session.explain())
         return replace(self, changes=tuple(session.changes), given=given, actions=tuple(session.actions))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value, with all texts scrubbed."""
+        """Return the record as a dict for JSON, with paths, host and user names removed from all texts."""
         labels = [row.label for study in self.studies for row in (*study.marks, *study.kept)] + [run.plan for run in self.runs]
         tasks = [study.task for study in self.studies] + [run.task for run in self.runs]
         return {"version": VERSION, **scrub_all(dump_dataclass(self), scrub_names(tasks) | scrub_names(labels))}
 
     @staticmethod
     def from_json(value: Any) -> Record:
-        """Return the record whose `to_json` is `value`; ReportError if it is not one."""
+        """Return the record whose `to_json` is `value`; raise ReportError if `value` is no valid record."""
         return read_versioned(Record, value, "record", VERSION, ReportError, oldest=VERSION)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the JSON to a file."""
+        """Write the record as JSON to a file."""
         save_json(path, self.to_json(), ReportError)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> Record:
-        """Return the record that `save` wrote; ReportError if the file holds none."""
+        """Return the record, a report's content, that `save` wrote; ReportError if the file holds none."""
         hint = "Records are written by record.save(path)."
         return load_json(path, "record", ReportError, Record.from_json, hint=hint, name=Path(path).name)
 
 
 def _times(finished: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return when trials were finished, and numbers for their hosts in the order of first trials, since pages name no machines."""
+    """Return (end time, host) of each row of a finished trial; hosts are "host 1" and so on, since pages name no machines."""
     first: dict[str, str] = {}
     for row in finished:
         if row["host"]:
@@ -285,7 +288,7 @@ def _last(trials: list[Trial]) -> list[int]:
 
 
 def _runs(trials: list[Trial], names: Labels) -> list[parts.ReportedTrial]:
-    """Return trials as rows of the report's table; the first of each plan on a task has its curve, MOST_CURVES at most in total."""
+    """Return trials as rows of the report's table; the first trial of each plan on a task has its loss curve, up to MOST_CURVES curves."""
     most = max(1, MOST_CURVES // max(1, len({trial.task for trial in trials})))
     drawn: dict[str, set[str]] = {trial.task: set() for trial in trials}
     runs: list[parts.ReportedTrial] = []

@@ -1,4 +1,4 @@
-"""`serve(source)`: the report page live, over the store of a running sweep or over a record file that changes.
+"""`serve(source)` shows the report page live in a browser, from the store of a running sweep or from a record file that changes.
 
 The server listens on a loopback address only and is read-only: GET and HEAD of three paths; no part of a request reaches a file or a
 database. Requests with another Host header are refused, so that a web page cannot read the record by pointing its own name at this
@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 2.0  # a store that is busy for longer is reported on the pag
 
 @dataclass
 class RecordSource:
-    """A source of records that changes: `load` reads the current record, and `state` tells whether it has changed."""
+    """Reads a report's record that changes: `load` returns the current one, and `state` a value that differs after every change."""
 
     state: Callable[[], object]
     load: Callable[[], Record]
@@ -53,7 +53,7 @@ class RecordSource:
 
 
 def open_source(source: str | PathLike[str], *, sweep: str | None = None) -> RecordSource:
-    """Return the source of records that a text names: a record file for a name ending in .json, else a store (one `sweep`, or all)."""
+    """Return a RecordSource of a record file if `source` ends in .json, else of a database of trials (one `sweep`, or all)."""
     if str(source).lower().endswith(".json"):
         return RecordSource(partial(_file_state, Path(source)), partial(Record.load, source))
     from paredown.study.sweeps.status import count
@@ -72,7 +72,7 @@ def _file_state(path: Path) -> object:
 
 
 class WatchedSource:
-    """A thread that polls a source of records; `number` counts new records and errors, and `wait` blocks until it changes."""
+    """Polls a RecordSource in a thread; `number` counts new records and errors, and `wait` blocks until `number` changes."""
 
     def __init__(self, source: RecordSource, *, seconds: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._source, self._seconds, self._clock = source, seconds, clock
@@ -85,7 +85,7 @@ class WatchedSource:
         self._thread = threading.Thread(target=self._run, name="paredown-watch", daemon=True)
 
     def start(self) -> None:
-        """Start polling the source."""
+        """Start the thread that polls the source."""
         self._thread.start()
 
     def close(self) -> None:
@@ -99,17 +99,17 @@ class WatchedSource:
 
     @property
     def has_ended(self) -> bool:
-        """Whether polling has stopped."""
+        """Return whether polling has stopped."""
         return self._ended.is_set()
 
     def wait(self, number: int, timeout: float) -> int:
-        """Wait until the number differs from `number`, polling ends, or the timeout passes, and return the current number."""
+        """Return the current number of records and errors, after waiting up to `timeout` seconds for one other than `number`."""
         with self._changed:
             self._changed.wait_for(lambda: self.number != number or self.has_ended, timeout)
             return self.number
 
     def event(self) -> tuple[str, str]:
-        """Return kind and JSON of the event to send: ("record", the record), or ("trouble", the error of reading it)."""
+        """Return the event to send to pages, (kind, JSON): ("record", the record), or ("trouble", the error of reading it)."""
         with self._changed:
             if self._event is None or self._event[0] != self.number:  # serialized once for all open pages
                 value = ("trouble", scrub(self.trouble)) if self.trouble else ("record", drawn(self.record))
@@ -197,7 +197,7 @@ def serve(
     sweep: str | None = None,
     say: Callable[[str], object] = print,
 ) -> None:
-    """Serve a store or a record file until Ctrl-C; `say` is called with the address."""
+    """Serve the report page of a record file or a database of trials until Ctrl-C; `say` is called with its address."""
     _check(port)
     opened = source if isinstance(source, RecordSource) else open_source(source, sweep=sweep)
     with Server(opened, port=port, seconds=seconds) as server:
@@ -214,7 +214,7 @@ def _check(port: int) -> None:
 
 
 class _Http(ThreadingHTTPServer):
-    """An HTTP server that accepts only requests with one of the Host headers `names`."""
+    """The HTTP server of a report page: it has the watched record, a limit on event streams, and accepted Host headers."""
 
     daemon_threads = True
     block_on_close = False
@@ -238,7 +238,7 @@ class _Http(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """The handler of one HTTP request to the report page."""
+    """Answers one HTTP request to the server of the report page."""
 
     protocol_version = "HTTP/1.1"
     timeout = 10  # seconds for a request to arrive, and for a write to finish

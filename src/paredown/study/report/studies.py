@@ -1,4 +1,4 @@
-"""The parts of a report's record, and how they are made from picks, trials and footprints.
+"""Make the parts of a report's record from picks, trials and footprints.
 
     Study             one task: its plans on a chart (PlanMark), the best plan for each budget (BudgetPick), memory by plan (MemoryUse)
     ReportedTrial     a trial, with the label of its plan instead of the plan
@@ -33,12 +33,12 @@ SEEDS = (
 
 @dataclass(frozen=True)
 class PlanMark:
-    """A plan in the report's chart: its peak memory and its mean error, None if no run of it finished."""
+    """A plan's point in the report's chart, at its peak memory and its mean error (None if no run of the plan finished)."""
 
     label: str
-    nbytes: int  # what a budget is compared with
+    nbytes: int  # peak memory, which budgets are compared with
     error: float | None = None
-    low: float | None = None  # the interval of `error`
+    low: float | None = None  # `low` to `high`: the interval of `error`
     high: float | None = None
     measured: float | None = None  # mean error of the finished trials
     measured_bytes: int | None = None
@@ -48,23 +48,23 @@ class PlanMark:
     words: tuple[str, ...] = ()  # the plan as text, a line for each rule
     predicted_bytes: int | None = None  # set if it differs from `nbytes`
     step_seconds: float | None = None  # median step time
-    step_ratio: float | None = None  # in times of the unmodified step's
+    step_ratio: float | None = None  # step time divided by the unmodified step's
     step_source: str = ""  # "measured", "predicted" or "prior"
 
 
 class BudgetPick(NamedTuple):
-    """The plan to pick for budgets from `nbytes` on, up to the next row."""
+    """Names the plan to pick, by its label, for budgets from `nbytes` up to those of the next BudgetPick."""
 
     nbytes: int
     label: str
 
 
 class SlotRow(NamedTuple):
-    """A row of the report's table of slots: how a plan stores the slot, and why."""
+    """A row of the report's table of slots (tensors of the step): how a plan stores the slot, and why."""
 
     slot: str
     role: str
-    written_bytes: int
+    written_bytes: int  # in the unmodified step
     nbytes: int
     format: str
     what: str
@@ -73,7 +73,7 @@ class SlotRow(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The memory of a step under a plan: at the peak by role, over time, and by slot."""
+    """Predicted bytes of a step under the plan `label`: at the peak by role, over time (`phases`), and by slot (tensor)."""
 
     label: str
     peak_bytes: int
@@ -87,14 +87,14 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Study:
-    """The part of a report on one task; `written`: the label of the baseline, `full_bytes`: its predicted peak."""
+    """The part of a report on one task; `written` is the label of its baseline plan, `full_bytes` the baseline's predicted peak."""
 
     task: str
     metric: str = "error"
     written: str = ""
     full_bytes: int | None = None
     budget_bytes: int | None = None
-    picked: str = ""  # a label; empty if no plan fits, or no budget was given
+    picked: str = ""  # label of the picked plan; empty if no plan fits, or no budget was given
     reason: str = ""
     ties: tuple[str, ...] = ()
     band: str = ""  # what intervals mean, as a sentence
@@ -141,14 +141,14 @@ class Study:
         return None, None
 
     def _as_accurate(self) -> list[PlanMark]:
-        """Return the marks of smaller plans than the baseline whose interval is not above the upper end of the baseline's."""
+        """Return the marks (points of the chart) of plans below the baseline's bytes whose error interval is not above its own."""
         own = next((mark for mark in self.marks if mark.label == self.written and mark.error is not None), None)
         most = None if own is None else own.error if own.high is None else own.high
         known = [(mark, mark.error if mark.low is None else mark.low) for mark in self.marks if own and mark.nbytes < own.nbytes]
         return [mark for mark, least in known if least is not None and most is not None and least <= most]
 
     def with_memory(self, kept: tuple[MemoryUse, ...], written: str, full_bytes: int | None) -> Study:
-        """Return this study with the memory of further plans (`kept`), and with the baseline's label and peak if it had none."""
+        """Return this part of a report with memory of more plans (`kept`), and the baseline's label and peak if it has none."""
         known = {"written": self.written or written, "full_bytes": self.full_bytes or full_bytes}
         return replace(self, kept=(*self.kept, *kept), **known)
 
@@ -177,7 +177,7 @@ class ReportedTrial:
 
 
 def choose(marks: Sequence[PlanMark], written: str = "") -> tuple[BudgetPick, ...]:
-    """Return the plan to pick for each budget: the least error, and of equals the fewest bytes.
+    """Return the plan to pick for each budget: the one of least error, and of equally accurate plans the smallest.
 
     No picked plan takes more bytes than the baseline, which has the label `written`.
 
@@ -196,7 +196,7 @@ def choose(marks: Sequence[PlanMark], written: str = "") -> tuple[BudgetPick, ..
 
 
 def with_front(marks: Iterable[PlanMark], picks: Iterable[BudgetPick], picked: str = "") -> tuple[PlanMark, ...]:
-    """Return the marks with `on_front` set for the chart's line: plans to pick for some budget, among them the picked one.
+    """Return the chart's points with `on_front` set for those on its line: plans to pick for some budget, and `picked`.
 
     A plan with less memory and less error than `picked` is not on the line; the page says why it was not picked.
 
@@ -282,7 +282,7 @@ LIBRARIES = "libraries"  # beside the roles: workspaces of libraries such as cuB
 
 
 def study_of_pick(picked: Picked) -> Study:
-    """Return the study that shows the answer of a `pick`: a mark for each plan, the Pareto front, and the reason."""
+    """Return a report's part on the answer of `pick`: a mark (point of the chart) for each plan, Pareto front, and reason."""
     frontier = picked.frontier
     counts = Counter(trial.plan.key for trial in picked.trials)
     marks = tuple(_mark(point, point.num_trials or counts[point.plan.key]) for point in frontier.points)
@@ -330,7 +330,7 @@ def _mark(point: Point, num_trials: int) -> PlanMark:
 
 
 def study_of_trials(task: str, trials: Sequence[Trial], labels: Labels) -> Study:
-    """Return the study that shows measured trials: a mark for each plan with known bytes, and means over seeds."""
+    """Return a report's part on trials of a task: a mark (point of the chart) for each plan with known bytes, by means."""
     by_label: dict[str, list[Trial]] = {}
     for trial in with_baseline_steps((task, trial) for trial in trials):
         by_label.setdefault(labels.of(trial.plan, task), []).append(trial)
@@ -371,7 +371,10 @@ def _measured(label: str, trials: Sequence[Trial], metric: str) -> PlanMark | No
 
 
 def _step_time(trials: Sequence[Trial]) -> dict[str, Any]:
-    """Return a mark's fields for step time: the median ratio, and the median seconds if all trials ran on one device."""
+    """Return the fields of a PlanMark on step time: the median ratio to the baseline's, and the median seconds.
+
+    Seconds are None if the trials ran on several devices.
+    """
     timed = [trial for trial in trials if trial.step_seconds is not None]
     ratios = [trial.step_ratio for trial in timed if trial.step_ratio is not None]
     seconds = [trial.step_seconds for trial in timed if trial.step_seconds is not None]
@@ -384,7 +387,7 @@ def _step_time(trials: Sequence[Trial]) -> dict[str, Any]:
 
 
 def _say_seeds(num: int, standard: float | None, metric: str) -> str:
-    """Return the number of seeds and the standard error of their mean, in the units of the page.
+    """Return a text with the number of seeds and the standard error of their mean error (`standard`), in percentage points for error rates.
 
     >>> _say_seeds(3, 0.0058, "error"), _say_seeds(2, 0.25, "loss"), _say_seeds(1, None, "error")
     ('mean of 3 seeds, standard error 0.58 points', 'mean of 2 seeds, standard error 0.25', 'one seed: no standard error')
@@ -431,7 +434,7 @@ def memory_use(trace: Trace, label: str, plan: Plan) -> MemoryUse:
 
 
 def plans_to_show(picked: Picked, most: int = 8) -> dict[str, Plan]:
-    """Return the plans whose memory a report shows: baseline, pick, and some of the Pareto front."""
+    """Return the plans whose memory a report shows, by label: the baseline, the picked plan, and up to `most` of the Pareto front."""
     points = picked.frontier.points
     plans = {point.label: point.plan for point in points if point.plan.changes_nothing} or {BASELINE: Plan()}
     plans |= {picked.label: picked.plan} if picked.plan is not None else {}

@@ -1,4 +1,4 @@
-"""Tasks x plans x seeds: the store of trials, workers and engines."""
+"""Sweeps run trials of tasks x plans x seeds: the store of trials, workers, and the engines that train."""
 
 from __future__ import annotations
 

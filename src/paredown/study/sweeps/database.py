@@ -107,7 +107,7 @@ LOCK = 0x70617265  # PostgreSQL advisory lock: one process at a time creates the
 
 
 def prepare(connection: sql.Connection, name: str) -> None:
-    """Create the tables if there are none, otherwise check their version; `name` is the store's name in messages."""
+    """Create the tables of a database of trials if there are none, else check their version; errors call it `name`."""
     if connection.dialect.name == "postgresql":
         connection.execute(sql.text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": LOCK})
     version = find_version(connection)
@@ -119,7 +119,7 @@ def prepare(connection: sql.Connection, name: str) -> None:
 
 
 def find_version(connection: sql.Connection) -> int | None:
-    """Return the version of the store's tables; None if it has no tables, 0 if the version is unreadable."""
+    """Return the version of the tables in a database of trials; None if it has no tables, 0 if the version is unreadable."""
     if not sql.inspect(connection).has_table(META.name):
         return None
     value = str(connection.scalar(sql.select(META.c.value).where(META.c.name == "version")))
@@ -127,7 +127,7 @@ def find_version(connection: sql.Connection) -> int | None:
 
 
 def check_version(version: int, name: str) -> None:
-    """Raise StoreError unless this version of paredown can read a store of this version."""
+    """Raise StoreError unless this paredown can read a database of trials whose tables have this version."""
     if version > VERSION:
         raise StoreError(
             f"the store {name} is of version {version}; this paredown reads version {VERSION}. Nothing was changed. "
@@ -151,7 +151,7 @@ ALLOWED = "a store is a file (trials.db) or a PostgreSQL URL (postgresql://user@
 
 
 def parse_address(address: str | Path) -> sql.URL:
-    """Return the URL of a store. Error messages do not repeat an unreadable address: it may contain a password."""
+    """Return the URL of a database of trials; errors do not repeat an unreadable address, which may contain a password."""
     text = str(address)
     if not text.strip():
         raise StoreError(f"{ALLOWED}; this one is empty.")
@@ -173,7 +173,7 @@ def parse_address(address: str | Path) -> sql.URL:
 
 
 def say_address(url: sql.URL) -> str:
-    """Return the name of a store for messages, without user, password and options."""
+    """Return the name of a database of trials for messages: its URL without user, password and options."""
     if url.drivername == "sqlite":
         return str(url.database)
     host = url.host or "localhost"
@@ -182,7 +182,7 @@ def say_address(url: sql.URL) -> str:
 
 
 def is_same_store(a: sql.URL, b: sql.URL) -> bool:
-    """Return whether two addresses are the same store."""
+    """Return whether two URLs lead to the same database: one SQLite file, or URLs that are equal but for user and password."""
     if a.drivername == b.drivername == "sqlite":
         return Path(str(a.database)).resolve() == Path(str(b.database)).resolve()
     return a.set(username=None, password=None) == b.set(username=None, password=None)
@@ -201,7 +201,7 @@ PAUSE_SECONDS = (0.05, 2.0)  # the first and the longest pause between attempts
 
 
 class DatabaseTrouble(NamedTuple):
-    """A kind of database error: a pattern in the message, its meaning, whether a retry may succeed, and what the user can do."""
+    """Describes a kind of database error: a pattern in its message, its meaning, whether a retry may succeed, what the user can do."""
 
     pattern: str
     meaning: str
@@ -254,7 +254,10 @@ DAMAGED = "It is damaged, or was not made by paredown."
 
 
 class Database:
-    """Connections to one store. `say` is called with a sentence when a retry takes more than a second."""
+    """Runs transactions on a database of trials, and repeats them for up to `patience_seconds` after temporary errors.
+
+    `say` is called with a sentence when a retry takes more than a second.
+    """
 
     def __init__(self, address: str | Path, *, patience_seconds: float = 120.0, say: Callable[[str], object] | None = None) -> None:
         self.url = parse_address(address)
@@ -275,7 +278,7 @@ class Database:
         check_version(version, self.name)
 
     def why_missing(self) -> str | None:
-        """Return why the address has no store: no file, server, database or tables; None if there is one, or for other errors."""
+        """Return why there is no database of trials (no file, server, database, tables); None if there is, or for other errors."""
         try:
             if self._may_exist and self._run(find_version, READS) is not None:
                 return None
@@ -287,7 +290,7 @@ class Database:
 
     @property
     def _may_exist(self) -> bool:
-        """Return False if a file of SQLite is missing, since connecting would create it."""
+        """Return whether there may be a database: False for a missing SQLite file, which connecting would create."""
         return self.url.drivername != "sqlite" or Path(str(self.url.database)).is_file()
 
     def write(self, work: Callable[[sql.Connection], T]) -> T:
@@ -299,7 +302,7 @@ class Database:
         return self._try(lambda: self._run(work, READS), self.patience_seconds)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the database."""
         self._engine.dispose()
 
     def _run(self, work: Callable[[sql.Connection], T], options: dict[str, Any]) -> T:
@@ -307,11 +310,14 @@ class Database:
             return work(connection)
 
     def _first_try(self, work: Callable[[], T]) -> T:
-        """Return the value of `work()`, run while the store is opened; if the server does not answer, it is not retried."""
+        """Return `work()`, with which the database is opened: a server that does not answer is an error at once."""
         return self._try(work, LOCK_SECONDS, is_open=False)
 
     def _try(self, work: Callable[[], T], patience_seconds: float, *, is_open: bool = True) -> T:
-        """Return `work()`, retried after temporary errors; if the store is not open yet, a silent server is an error at once."""
+        """Return `work()`, which is called again for up to `patience_seconds` after temporary errors.
+
+        While the database is not open yet (`is_open` is False), a server that does not answer is an error at once.
+        """
         start, pause, is_reported = time.monotonic(), PAUSE_SECONDS[0], False
         while True:
             try:
@@ -350,7 +356,7 @@ class Database:
 
 
 def find_trouble(error: DBAPIError) -> DatabaseTrouble | None:
-    """Return the entry of TROUBLES for an error, SILENT or LOST if the server did not answer or was lost; None if none fits."""
+    """Return the entry of TROUBLES that explains an error; SILENT or LOST if the server does not answer, None if none does."""
     message = str(error.orig).lower()
     for row in (*TROUBLES, SILENT):
         if row.pattern in message:
@@ -364,7 +370,7 @@ def _to_stderr(sentence: str) -> None:
 
 
 def connect_seconds(url: sql.URL) -> int:
-    """Return the connection timeout: that of the URL, else of the environment, else CONNECT_SECONDS.
+    """Return the seconds that a server has to answer: from the URL, else from PGCONNECT_TIMEOUT, else CONNECT_SECONDS.
 
     >>> connect_seconds(parse_address("postgresql://db.example.org/trials?connect_timeout=10"))
     10
@@ -405,7 +411,7 @@ def _set_up_sqlite(connection: Any, _record: object) -> None:
 
 
 def _is_ours_or_empty(connection: Any) -> bool:
-    """Return whether a database has paredown's tables or none. Any other is refused later, and must not be modified."""
+    """Return whether a database has paredown's tables or no tables; any other must not be modified."""
     names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
     return not names or META.name in names
 
@@ -423,7 +429,7 @@ UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, Type
 
 @contextmanager
 def readable(what: str) -> Generator[None]:
-    """Return a context in which errors of reading from a store become a StoreError that names `what`."""
+    """Return a context in which errors of reading from the database become a StoreError that says `what` was read."""
     try:
         yield
     except StoreError:
@@ -444,7 +450,7 @@ CHECKS: dict[str, Check] = {
 
 
 def check_columns(row: Any) -> None:
-    """Raise StoreError if a column has a value of another type, which SQLite allows, or a number that is not finite."""
+    """Raise StoreError if a column of a row has a value of the wrong type, which SQLite allows, or one that is not finite."""
     checks = {name: CHECKS[name] for name in row._fields if name in CHECKS}
     check_fields(row, checks, "trial in the store", _damaged)
 

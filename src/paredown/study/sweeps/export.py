@@ -46,7 +46,7 @@ def rows(store: Store, sweep: str | None = None) -> list[dict[str, Any]]:
 
 
 def export(store: Store, to: str | Path, *, sweep: str | None = None) -> int:
-    """Write the trials to a file, in the format of its suffix, and return the number of rows."""
+    """Write trials to a .csv, .json or .parquet file, and return the number of rows."""
     path = Path(to)
     if path.suffix not in WRITERS:
         raise StoreError(f"{path.name} has suffix {path.suffix!r}, which is no format of an export. Allowed: {', '.join(WRITERS)}.")
@@ -112,7 +112,7 @@ COPIED = tuple(column.name for column in TRIALS.columns if column.name != "worke
 
 @dataclass(frozen=True)
 class MergeResult:
-    """The numbers of trials of a merge: new ones, results added to trials without one, and trials that both stores had finished."""
+    """Counts the trials of a merge: new ones, results added to trials without one, and trials that both stores had finished."""
 
     num_new: int
     num_results: int
@@ -137,7 +137,7 @@ def merge(into: Store, source: Store) -> MergeResult:
 
 
 def _take(connection: Connection, source_rows: Sequence[Row[Any]]) -> tuple[int, int, int]:
-    """Add or finish trials by those of another store, and return the numbers of a MergeResult."""
+    """Copy trials and results from rows of another database, and return how many are new, gained a result, or had one already."""
     query = select(TRIALS.c.key, TRIALS.c.state).where(TRIALS.c.key.in_([row.key for row in source_rows]))
     states = {row.key: row.state for row in connection.execute(query)}
     new = [_copy(row) for row in source_rows if row.key not in states]

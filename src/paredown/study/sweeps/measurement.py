@@ -1,4 +1,4 @@
-"""Trials of one task for `pick`: run in this process, with or without a store of results.
+"""Run the trials of one task for `pick` in this process, with or without a store of results.
 
 With a store, each trial is written as soon as it has ended: an interrupted search resumes, and no trial runs twice. Finished trials of
 other sweeps of the same task are used from the start.
@@ -22,12 +22,12 @@ from paredown.study.tasks.trial import Status, Trial
 
 @dataclass
 class Runner:
-    """Runs trials of one task, in one mode on one device."""
+    """Runs trials of one task, in one mode ("store" or "simulate") and on one device."""
 
     task: Task
     mode: str = "store"
     device: str | None = None
-    _baseline: list[float | None] = field(default_factory=list[float | None], repr=False)  # its step time, once it is measured
+    _baseline: list[float | None] = field(default_factory=list[float | None], repr=False)  # the baseline's step time, once measured
 
     def __call__(self, plan: Plan, seed: int, progress: ProgressCallback | None = None) -> Trial:
         """Run one trial and return it; an exception gives a trial of status FAILED."""
@@ -53,7 +53,7 @@ MAX_REASON_CHARS = 2000
 class Measurer:
     """Runs trials of one task, and returns those that earlier picks finished.
 
-    With the `address` of a store (`paredown[sweeps]`) it runs them as a sweep of it, whose name is `name` and the task's; None: no store.
+    With `address`, that of a database of trials (it needs `paredown[sweeps]`), they are a sweep there, named by `name` and the task.
     """
 
     runner: Runner
@@ -74,11 +74,11 @@ class Measurer:
 
     @property
     def sweep(self) -> str:
-        """The name of the sweep in the store."""
+        """Return the name that the trials have as a sweep in the database."""
         return f"{self.name} {self.runner.task.name}"
 
     def known(self) -> tuple[list[Trial], list[Trial]]:
-        """Return two lists of finished trials of the task: those of this sweep, from an earlier pick, and those of others."""
+        """Return two lists of finished trials of the task: those of this sweep, from an earlier pick, and those of other sweeps."""
         if self._store is None:
             return [], []
         self._store.reopen(self.sweep, [Status.FAILED, Status.KILLED])
@@ -101,7 +101,7 @@ class Measurer:
         return [trial for key, trial in after.items() if key not in before or key == spec.key(self.sweep)]
 
     def close(self) -> None:
-        """Close the store."""
+        """Close the database of trials, if there is one."""
         if self._store is not None:
             self._store.close()
 
@@ -121,4 +121,4 @@ class Measurer:
         return {row["key"]: Trial.from_json(row["trial"]) for row in self._rows(self.sweep)}
 
 
-TrialCallback = Callable[[float, int, str], object]  # trials done, at most this many trials, a sentence
+TrialCallback = Callable[[float, int, str], object]  # number of trials done, most trials, a sentence

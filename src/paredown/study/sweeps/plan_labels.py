@@ -30,7 +30,10 @@ TaskPlan = tuple[str, Hashable]  # a task and `plan.key`
 
 
 class Labels:
-    """The labels of plans in tables and pages: the given ones, and others that are made when they are first used."""
+    """Gives plans their labels in tables and pages: known ones, and others that are made at first use.
+
+    `known` maps labels to plans, `of_tasks` maps pairs (task, `plan.key`) to labels.
+    """
 
     def __init__(self, known: Mapping[str, Plan] | None = None, *, of_tasks: Mapping[TaskPlan, str] | None = None) -> None:
         self._labels: dict[Hashable, str] = {plan.key: label for label, plan in (known or {}).items()}
@@ -47,9 +50,9 @@ class Labels:
 
 
 def distinct_labels(requests: Iterable[tuple[str, Plan, str]]) -> dict[TaskPlan, str]:
-    """Return the labels of (task, plan, text), by task and `plan.key`.
+    """Return a label for each request (task, plan, text), by task and `plan.key`.
 
-    A label is the text, with a number if another plan of the task has it already.
+    A label is the text, with a number if another plan of the task has this label already.
 
     >>> a, b, c = Plan(), Plan.preset("lpmm"), Plan.preset("safe")
     >>> list(distinct_labels([("digits", a, "x"), ("digits", b, "x"), ("digits", a, "y"), ("faces", c, "x")]).values())
@@ -66,7 +69,7 @@ def distinct_labels(requests: Iterable[tuple[str, Plan, str]]) -> dict[TaskPlan,
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """Return the names, with a number after each that an earlier one has.
+    """Return the names, with a number after each name that equals an earlier one.
 
     >>> distinct(["a", "b", "a", "a (2)"])
     ['a', 'b', 'a (2)', 'a (2) (2)']

@@ -32,12 +32,12 @@ __all__ = ["TaskFolder", "add_sweep", "engine_for", "find_gpus", "make_engine", 
 
 @dataclass(frozen=True)
 class TaskFolder:
-    """A function that runs trials of built-in tasks and of tasks in files under `path`."""
+    """The function that engines call to run a trial, of a built-in task or of a task in a file under the folder `path`."""
 
     path: Path
 
     def refuses(self, task: str) -> str | None:
-        """Return why this worker does not run a task, such as a missing file; None if it does. Nothing is imported."""
+        """Return why this worker does not run a task, such as a missing file; None if it does. The task's code is not imported."""
         head = task.strip().partition("#")[0]
         kind, _, file = head.partition(":")
         try:
@@ -55,7 +55,7 @@ class TaskFolder:
         return None
 
     def __call__(self, spec: TrialSpec) -> Trial:
-        """Run one trial."""
+        """Run one trial and return its result."""
         setting = self.setting(spec)
         with suited_threads(setting.task, setting.device):
             trial = evaluate(setting.task, setting.plan, seed=setting.seed, device=setting.device, mode=setting.mode)
@@ -80,8 +80,8 @@ def engine_for(sweep: Sweep) -> str:
 def make_engine(name: str, run: RunTrial, *, slots: int | None = None, ray: RayOptions | None = None) -> Engine:
     """Return the engine of this name, which runs trials with `run`.
 
-    `slots`: trials in parallel; None: one for each GPU, or one; NUM_LANES for the graphs engine. `ray`: what a trial gets of a Ray
-    cluster, for the ray engine alone.
+    `slots`: trials in parallel; None: one for each GPU, or one; NUM_LANES for the graphs engine. `ray`: the resources of a trial on a
+    Ray cluster, for the ray engine alone.
     """
     if name not in ENGINES:
         raise SweepError(f"engine {name!r} is unknown. Allowed: {', '.join(ENGINES)}.")
@@ -100,12 +100,18 @@ def make_engine(name: str, run: RunTrial, *, slots: int | None = None, ray: RayO
 
 
 def add_sweep(sweep: Sweep, store: Store, *, cost: Cost | None = None) -> AddResult:
-    """Add the trials of a sweep that the store lacks, and return the counts; the method `cheap_first` needs `cost(task, plan)`."""
+    """Add the trials of a sweep that `store`, a database, lacks, and count new and old ones.
+
+    The method `cheap_first` needs `cost(task, plan)`, predicted bytes.
+    """
     return store.add(sweep.name, sweep.draw(cost))
 
 
 def run_sweep(sweep: Sweep, store: Store, engine: Engine, *, cost: Cost | None = None, options: WorkerOptions | None = None) -> int:
-    """Add a sweep, report infeasible trials to `options.say`, run the others beside other workers, and return how many it finished."""
+    """Add a sweep, report trials that no plan fits to `options.say`, run the others, and return how many this worker finished.
+
+    The method `cheap_first` needs `cost(task, plan)`, predicted bytes.
+    """
     options = replace(options or WorkerOptions(), sweep=sweep.name)
     add_sweep(sweep, store, cost=cost)
     report_infeasible(store, sweep.name, options.say)
@@ -119,7 +125,7 @@ def report_infeasible(store: Store, sweep: str, say: Callable[[str], object]) ->
 
 
 def find_gpus() -> list[str]:
-    """Return the GPUs that this process may use, by the names of CUDA_VISIBLE_DEVICES."""
+    """Return the names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [part.strip() for part in visible.split(",") if part.strip()]

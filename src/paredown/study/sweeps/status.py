@@ -1,4 +1,4 @@
-"""Progress of sweeps: trials by state and status, trials per minute, time left, and the best plan of each task.
+"""Report the progress of sweeps: trials by state and status, trials per minute, time left, and the best plan of each task.
 
 >>> print(SweepCounts("widths", waiting=3, running=1, by_status={"done": 5, "diverged": 1}))
 widths: 6 of 10 finished (5 done, 1 diverged), 1 running, 3 waiting
@@ -58,12 +58,12 @@ class BestPlan:
 
     @property
     def error(self) -> float:
-        """The mean error over seeds."""
+        """Return the mean error over seeds."""
         return fmean(self.errors.values())
 
     @property
     def standard_error(self) -> float | None:
-        """The standard error of the mean; None for one seed."""
+        """Return the standard error of the mean; None for one seed."""
         return standard_error(list(self.errors.values()))
 
     def __str__(self) -> str:
@@ -74,14 +74,14 @@ class BestPlan:
         return f"{self.task}: error {self.error:.4f} with {self.label} ({seeds}{others})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value; `error` is the mean over `seeds`, `standard_error` is null for one seed."""
+        """Return this as a dict for JSON; `error` is the mean over `seeds`, `standard_error` is null for one seed."""
         numbers = {"error": self.error, "standard_error": self.standard_error, "seeds": sorted(self.errors)}
         return {"task": self.task, "label": self.label, **numbers, "num_not_done": self.num_not_done, "plan": self.plan.to_json()}
 
 
 @dataclass(frozen=True)
 class InfeasibleTrials:
-    """Trials that do not run, since no plan of the template `label` fits the budget; `reason` is the BudgetError's text."""
+    """Trials of a task that do not run, since no plan of the template `label`, such as "assign 10% role", fits its budget."""
 
     task: str
     label: str
@@ -92,7 +92,7 @@ class InfeasibleTrials:
         return f"{self.task}, {self.label}: {self.reason.partition('. ')[0].rstrip('.')}."
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value."""
+        """Return the fields as a dict for JSON."""
         return asdict(self)
 
 
@@ -100,7 +100,7 @@ NUM_NAMED_PAIRS = 3  # in one message
 
 
 def say_infeasible(pairs: Sequence[InfeasibleTrials], total: int) -> str:
-    """Return a message with the number of infeasible trials out of `total`, and the first few tasks and templates with reasons."""
+    """Return a message on trials without a plan that fits: their number out of `total`, and the first few with reasons."""
     num, more = sum(pair.num_trials for pair in pairs), len(pairs) - NUM_NAMED_PAIRS
     verbs = "is infeasible and does" if num == 1 else "are infeasible and do"
     others = f" And {more} more, which `paredown sweep status` lists." if more > 0 else ""
@@ -108,7 +108,7 @@ def say_infeasible(pairs: Sequence[InfeasibleTrials], total: int) -> str:
 
 
 def find_infeasible(store: Store, sweep: str) -> list[InfeasibleTrials]:
-    """Return the infeasible trials of a sweep by task and template, in the sweep's order."""
+    """Return a sweep's trials that cannot run, since no plan of their template fits its budget, by task and template."""
     columns = (TRIALS.c.task, TRIALS.c.label, TRIALS.c.plan, TRIALS.c.result)
     query = select(*columns).where(TRIALS.c.sweep == sweep, IS_INFEASIBLE).order_by(TRIALS.c.place)
     pairs: dict[tuple[str, str], InfeasibleTrials] = {}
@@ -124,7 +124,7 @@ def find_infeasible(store: Store, sweep: str) -> list[InfeasibleTrials]:
 
 
 def count(store: Store) -> list[SweepCounts]:
-    """Return the numbers of trials of every sweep in a store, by state."""
+    """Return the numbers of trials of every sweep in a database of trials, by state."""
     columns = (TRIALS.c.sweep, TRIALS.c.state, TRIALS.c.status)
     rows = store.database.read(lambda c: c.execute(select(*columns, func.count()).group_by(*columns)).all())
     by_sweep: dict[str, dict[str, int]] = {}
@@ -134,7 +134,7 @@ def count(store: Store) -> list[SweepCounts]:
 
 
 def count_open(store: Store, sweep: str | None = None, *, without: Sequence[str] = ()) -> int:
-    """Return the number of trials without a result, except for trials of the tasks in `without`."""
+    """Return how many trials of `sweep` (None: of all) have no result; trials of the tasks in `without` do not count."""
     conditions = [TRIALS.c.state != FINISHED]
     conditions += [] if sweep is None else [TRIALS.c.sweep == sweep]
     conditions += [TRIALS.c.task.not_in(without)] if without else []
@@ -165,7 +165,7 @@ def find_best(store: Store, sweep: str) -> list[BestPlan]:
 
 @lru_cache(maxsize=4096)
 def _same_run(plan: str, settings: str) -> Hashable:
-    """Return a key that is equal for trials of a task that differ only in their seed."""
+    """Return a key that is equal for trials of a task that differ only in their seed; `plan` and `settings` are JSON texts."""
     parsed = TrialSettings(**json.loads(settings))
     return parsed_plan(plan).key, parsed.mode, parsed.device
 
@@ -182,12 +182,12 @@ WINDOW_SECONDS = 300.0
 
 @dataclass
 class Pace:
-    """The rate at which trials finish, per minute."""
+    """Measures how many trials finish per minute."""
 
     _counts: deque[tuple[float, int]] = field(default_factory=deque[tuple[float, int]])
 
     def add(self, finished: int, now: float) -> float | None:
-        """Add a count of finished trials, and return trials per minute over the last WINDOW_SECONDS; None if none has finished."""
+        """Add a count of finished trials at time `now`, and return trials per minute over WINDOW_SECONDS; None if none ended."""
         self._counts.append((now, finished))
         while len(self._counts) > 2 and now - self._counts[0][0] > WINDOW_SECONDS:
             self._counts.popleft()
@@ -197,7 +197,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """The progress of a sweep at one moment."""
+    """The progress of a sweep at one moment: its counts of trials, their rate, and the best plan of each task."""
 
     counts: SweepCounts
     trials_per_minute: float | None
@@ -205,7 +205,7 @@ class SweepProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Predicted seconds to the end at the current trials per minute; None while these are unknown."""
+        """Return the predicted seconds until all trials are finished at the current rate; None while the rate is unknown."""
         left = self.counts.total - self.counts.finished
         return 60 * left / self.trials_per_minute if self.trials_per_minute else None
 
@@ -215,13 +215,13 @@ class SweepProgress:
         return f"{self.counts}; {rate}{left}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value: one line of `--json` output."""
+        """Return the progress as a dict for a line of `--json` output."""
         rates = {"trials_per_minute": self.trials_per_minute, "seconds_left": self.seconds_left}
         return {"event": "progress", **self.counts.to_json(), **rates, "best": [plan.to_json() for plan in self.best]}
 
 
 class SweepWatcher:
-    """A reader of the progress of one sweep in a store (None: of all sweeps), which queries it at most once in `seconds`."""
+    """Reads the progress of `sweep` (None: of all sweeps) from a database of trials, at most once in `seconds`."""
 
     def __init__(self, store: Store, sweep: str | None = None, *, seconds: float = 1.0) -> None:
         self._store, self._sweep, self._seconds = store, sweep, seconds
@@ -229,7 +229,7 @@ class SweepWatcher:
         self._next = 0.0
 
     def look(self, *, is_due: bool = False) -> list[SweepProgress]:
-        """Return the progress of the sweeps; nothing if the last reading is less than `seconds` old, unless `is_due`."""
+        """Return the progress of the sweeps; an empty list if the last reading is less than `seconds` old, unless `is_due`."""
         now = time.monotonic()
         if now < self._next and not is_due:
             return []

@@ -1,4 +1,4 @@
-"""A store: trials in a database that many workers share. Trials are added, claimed, released, and finished once.
+"""A store holds trials in a database that many workers share. Trials are added, claimed, released, and finished once.
 
 A worker claims a trial before it runs it. A claim is one SQL statement, and no two workers claim the same trial. A result is committed
 before it is reported; the first result of a trial counts and later ones change nothing, so a worker that was wrongly taken for dead costs
@@ -42,7 +42,7 @@ RESULT = ("state", "worker", "claim", "status", "error", "seconds", "result", "s
 
 
 class WriteOutcome(str, Enum):
-    """What happened to a result that a worker wrote to a store."""
+    """Says what happened to a result that a worker wrote: it counted, came too late, or the trial runs again."""
 
     COUNTED = "counted"  # it is the trial's result
     LATE = "late"  # the trial already had the result of another worker
@@ -50,7 +50,7 @@ class WriteOutcome(str, Enum):
 
 
 class WrittenResult(NamedTuple):
-    """The outcome of writing a result, with the trial that was written if it counted."""
+    """Says what happened to a result, with the trial that was written if the result counted."""
 
     fate: WriteOutcome
     trial: Trial | None
@@ -69,12 +69,15 @@ RELEASE_UNCOUNTED = update(TRIALS).where(OURS).values({**FREE, "attempts": TRIAL
 
 
 def beat(connection: Connection, worker: str) -> None:
-    """Count a heartbeat of a worker. If it was removed as dead, which released its trials, it is registered again."""
+    """Count a heartbeat of a worker. A worker that was removed as dead, which released its trials, is registered again."""
     connection.execute(_beat_statement(connection.dialect.name), {"id": worker})
 
 
 def claim(connection: Connection, values: dict[str, Any]) -> list[Claim]:
-    """Claim up to `num` open trials, in the order of their sweep; `values` are the parameters of the statement by name."""
+    """Reserve up to `num` unfinished trials that no worker runs, in the order of their sweep, and return them as claims.
+
+    `values` are the parameters of the SQL statement by name, `num` among them.
+    """
     if not values["num"]:
         return []
     rows = connection.execute(_claim_statement("of_sweep" in values, "without" in values), values).all()
@@ -84,7 +87,7 @@ def claim(connection: Connection, values: dict[str, Any]) -> list[Claim]:
 
 
 def held_claims(connection: Connection, worker: str, token: str) -> list[Claim]:
-    """Return the trials that a worker has claimed already, in a committed transaction whose reply was lost; often none."""
+    """Return the trials that `worker` has reserved under `token` in a committed transaction whose reply was lost; often none."""
     query = select(TRIALS).where(TRIALS.c.worker == worker, TRIALS.c.claim == token)
     return [_to_claim(row) for row in connection.execute(query)]
 
@@ -107,13 +110,16 @@ def finish(connection: Connection, ended: EndedTrial, now: str) -> WrittenResult
 
 
 def give_back(connection: Connection, claims: Sequence[Claim], statement: Update = RELEASE_UNCOUNTED) -> None:
-    """Release claimed trials whose claims are still valid; `statement` decides whether the attempt counts, by default not."""
+    """Release the trials of `claims` that their worker still holds; by default `statement` does not count the attempt."""
     for held in claims:
         connection.execute(statement, {"of_key": held.key, "of_claim": held.token})
 
 
 def bury(connection: Connection, worker: str, condition: Any) -> int:
-    """Remove a worker if `condition` holds, and return how many trials it released; after MAX_ATTEMPTS they end as killed."""
+    """Remove a worker if `condition`, SQL on its row, holds, and return how many of its trials other workers may run now.
+
+    A trial that has been attempted MAX_ATTEMPTS times ends as killed instead.
+    """
     if not connection.execute(delete(WORKERS).where(condition)).rowcount:
         return 0
     is_its_trial = TRIALS.c.worker == worker
@@ -125,7 +131,7 @@ def bury(connection: Connection, worker: str, condition: Any) -> int:
 
 
 def to_spec(row: Row[Any]) -> TrialSpec:
-    """Return the trial to run, from a row of TRIALS."""
+    """Return what a trial is to run, from its row in the database."""
     with readable("a trial"):
         check_columns(row)
         return TrialSpec(row.task, parsed_plan(row.plan), row.seed, TrialSettings(**json.loads(row.settings)))
@@ -138,7 +144,7 @@ def parsed_plan(text: str) -> Plan:
 
 
 def result_values(trial: Trial, token: str | None, started_at: str | None, finished_at: str, host: str | None) -> dict[str, Any]:
-    """Return the values of the database's columns for a finished trial; `token` is that of its claim."""
+    """Return the values of the database's columns for a finished trial; `token` says under which reservation it ran."""
     numbers = {"status": trial.status.value, "error": trial.error, "seconds": trial.seconds}
     times = {"started_at": started_at, "finished_at": finished_at, "host": host}
     return {"state": FINISHED, "worker": None, "claim": token, **numbers, "result": json.dumps(trial.to_json()), **times}
@@ -158,7 +164,10 @@ def _beat_statement(dialect: str) -> Any:
 
 @cache
 def _claim_statement(of_sweep: bool, has_without: bool) -> Any:
-    """Return the SQL statement of a claim; on PostgreSQL it skips rows that other workers are claiming, SQLite has one writer."""
+    """Return the SQL statement that reserves trials: of one sweep if `of_sweep`, without some tasks if `has_without`.
+
+    On PostgreSQL it skips rows that other workers are reserving; SQLite has one writer.
+    """
     is_open = [TRIALS.c.state == WAITING]
     is_open += [TRIALS.c.sweep == bindparam("of_sweep")] if of_sweep else []
     is_open += [TRIALS.c.task.not_in(bindparam("without", expanding=True))] if has_without else []
@@ -182,14 +191,14 @@ BATCH = 200  # rows of one statement: SQLite allows 32766 values
 
 
 class AddResult(NamedTuple):
-    """The number of trials that `Store.add` added, and of those that the store had already."""
+    """Counts the trials that `Store.add` added, and those that the database had already."""
 
     num_new: int
     num_there: int
 
 
 class Store:
-    """A store of trials at a path or a PostgreSQL URL; created if it is missing, unless `may_create` is False."""
+    """Adds, hands out and finishes trials in a database at a path or PostgreSQL URL, which is created unless `may_create` is False."""
 
     def __init__(
         self,
@@ -216,11 +225,11 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the database."""
         self.database.close()
 
     def add(self, sweep: str, drawn: Iterable[DrawnTrial]) -> AddResult:
-        """Add the trials of a sweep that the store does not have, and return how many were new.
+        """Add the trials of a sweep that the database does not have, and return how many were new.
 
         Trials that are still open get the new order and settings; all trials get the new labels. A sweep with a raised share continues with
         its finished trials: if a trial was drawn before and now, it has the larger of its two propensities (probabilities to be drawn).
@@ -250,20 +259,20 @@ class Store:
         return self.database.write(work)
 
     def claim(self, worker: str, num: int, *, sweep: str | None = None, without: Sequence[str] = ()) -> list[Claim]:
-        """Claim up to `num` open trials for a worker, in the order of their sweep, and return the claims.
+        """Reserve up to `num` unfinished trials for a worker, in the order of their sweep, and return them as claims.
 
-        Trials of the tasks in `without` are left out.
+        `sweep` limits them to one sweep; trials of the tasks in `without` are left out.
         """
         return self.exchange(worker, (), num, sweep=sweep, without=without)[1]
 
     def finish(self, worker: str, ended: EndedTrial) -> WrittenResult:
-        """Write the result of a claimed trial, and return the outcome."""
+        """Write the result of a trial that `worker` has reserved and run, and return what happened to the result."""
         return self.exchange(worker, (ended,), 0)[0][0]
 
     def exchange(
         self, worker: str, ended: Sequence[EndedTrial], num: int, *, sweep: str | None = None, without: Sequence[str] = ()
     ) -> tuple[list[WrittenResult], list[Claim]]:
-        """Run `finish` and `claim` in one transaction, and return the outcome of each result and the next trials to run."""
+        """Write the results of `ended` trials and reserve up to `num` new ones in one transaction, as `finish` and `claim` do."""
         now, attempts = utc_now(), count()  # one time for all attempts to write
         token = uuid4().hex
         values: dict[str, Any] = {"by": worker, "token": token, "num": num, "now": now, "here": socket.gethostname()}
@@ -278,7 +287,7 @@ class Store:
         return self.database.write(work)
 
     def give_back(self, claims: Sequence[Claim]) -> None:
-        """Release claimed trials, so that other workers can run them; the attempt does not count."""
+        """Release trials that a worker has reserved, so that other workers can run them; the attempt does not count."""
         if claims:
             self.database.write(lambda connection: give_back(connection, claims))
 
@@ -295,12 +304,12 @@ class Store:
         return self.database.write(lambda connection: bury(connection, worker, WORKERS.c.id == worker))
 
     def free(self, worker: str, beats: int) -> int:
-        """Remove a dead worker and release its trials, unless its heartbeats exceed `beats`; return how many were released."""
+        """Remove a dead worker and release its trials, unless it has counted other heartbeats than `beats`; return their number."""
         same = and_(WORKERS.c.id == worker, WORKERS.c.beats == beats)
         return self.database.write(lambda connection: bury(connection, worker, same))
 
     def reopen(self, sweep: str, statuses: Sequence[Status]) -> int:
-        """Reopen the trials of a sweep with these statuses, delete their results, and return how many these were."""
+        """Reopen the trials of a sweep that ended with one of `statuses`: delete their results, and return the number of trials."""
         if Status.INFEASIBLE in statuses:
             raise StoreError(
                 "infeasible trials have no plan to run again. Raise the budgets of their plans in the sweep file, or change their tasks."

@@ -1,4 +1,4 @@
-"""A sweep: tasks x plans x seeds, all of them or a random sample with known probabilities.
+"""A sweep runs tasks x plans x seeds, all of them or a random sample with known probabilities, by one of three methods:
 
     full         every task with every plan
     uniform      each (task, plan) pair with probability `share`
@@ -14,7 +14,7 @@ for each task; all of them run. `infeasible` are pairs of a task and a template 
 >>> [(drawn.spec.seed, drawn.label, drawn.propensity) for drawn in sweep.draw()]
 [(0, 'baseline', 1.0), (1, 'baseline', 1.0), (0, 'activations4', 1.0), (1, 'activations4', 1.0)]
 
-A label is the name of a plan on a task, for readers; it is not part of the trial's key. `labels` has those of the user; other plans are
+A label is the name of a plan on a task, for readers; it is not part of the trial's key. `labels` has the user's labels; other plans are
 named by their template, their preset or their formats.
 
 `load_sweep` (study/sweeps/sweep_file.py) reads a sweep from a TOML file.
@@ -45,7 +45,7 @@ MODES = ("store", "simulate", "peppp")
 
 
 class SamplingMethod(str, Enum):
-    """The ways in which pairs of task and plan are drawn."""
+    """Names the ways to draw the pairs of task and plan that a sweep runs."""
 
     FULL = "full"
     UNIFORM = "uniform"
@@ -69,7 +69,7 @@ class TrialSettings:
 
 @dataclass(frozen=True)
 class TrialSpec:
-    """What a trial is to run: task, plan, seed and settings."""
+    """Says what a trial is to run: task, plan, seed and settings."""
 
     task: str
     plan: Plan
@@ -77,9 +77,9 @@ class TrialSpec:
     settings: TrialSettings = TrialSettings()
 
     def key(self, sweep: str, *, infeasible: str = "") -> str:
-        """Return the key of this trial in a store: a hash of sweep, task, plan, seed, mode and device, the same on any machine.
+        """Return the key of this trial in a database: a hash of sweep, task, plan, seed, mode, device, equal on any machine.
 
-        An infeasible trial has no plan; its template `infeasible` takes the place of the plan in the hash.
+        An infeasible trial has no plan; its template `infeasible`, such as "assign 10% role", takes the place of the plan in the hash.
         """
         plan_rules, recompute, offload, products, tiles = self.plan.key
         rules: list[Any] = [[key, assignment.to_json()] for key, assignment in plan_rules] + [list(rule) for rule in products]
@@ -98,7 +98,7 @@ class TrialSpec:
 
 
 class DrawnTrial(NamedTuple):
-    """A trial that was drawn, its probability, the label of its plan, and why no plan fits the budget (then it does not run)."""
+    """A trial that a sweep drew, with its probability and its plan's label; `infeasible` says why no plan fits (then it does not run)."""
 
     spec: TrialSpec
     propensity: float
@@ -106,11 +106,11 @@ class DrawnTrial(NamedTuple):
     infeasible: str = ""
 
     def key(self, sweep: str) -> str:
-        """Return the key of this trial in a store."""
+        """Return the key of this trial in a database of trials."""
         return self.spec.key(sweep, infeasible=templates_of(self.spec.plan)[0] if self.infeasible else "")
 
     def infeasible_keys(self, sweep: str) -> list[str]:
-        """Return the keys under which the store has this trial if no plan fitted its budget when it was added."""
+        """Return the keys under which a database has this trial if no plan fitted its budget when it was added."""
         return [] if self.infeasible else [self.spec.key(sweep, infeasible=text) for text in templates_of(self.spec.plan)]
 
 
@@ -123,12 +123,12 @@ class InfeasiblePair(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """A plan without rules that stands for the template, from which no plan could be made."""
+        """Return a plan without rules that stands for the template (`assign` with a budget), which gave no plan."""
         return Plan((), self.reason, {TEMPLATE_FIELD: str(self.template)})
 
 
 class Claim(NamedTuple):
-    """A trial that a worker has claimed and may run."""
+    """A trial of a database that a worker has reserved and may run; the random `token` identifies the reservation."""
 
     key: str
     sweep: str
@@ -141,7 +141,7 @@ class Claim(NamedTuple):
 
 
 class EndedTrial(NamedTuple):
-    """A claimed trial that has ended, with its result.
+    """A trial that a worker reserved in a database (`claim`) and that has ended, with its result.
 
     If the process of the trial died, `trial` is None and `reason` describes how it died. `host` None means the worker's host.
     """
@@ -154,7 +154,7 @@ class EndedTrial(NamedTuple):
 
 @dataclass(frozen=True)
 class SweepCounts:
-    """The numbers of trials of one sweep by state, and of finished trials by status."""
+    """Counts the trials of one sweep by state, and the finished ones by status."""
 
     sweep: str
     waiting: int = 0
@@ -163,12 +163,12 @@ class SweepCounts:
 
     @property
     def finished(self) -> int:
-        """The number of trials with a result."""
+        """Return the number of trials with a result."""
         return sum(self.by_status.values())
 
     @property
     def total(self) -> int:
-        """The number of all trials."""
+        """Return the number of all trials."""
         return self.waiting + self.running + self.finished
 
     def __str__(self) -> str:
@@ -177,14 +177,14 @@ class SweepCounts:
         return f"{self.sweep}: {finished}, {self.running} running, {self.waiting} waiting"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value."""
+        """Return the counts as a dict for JSON."""
         counts = {"sweep": self.sweep, "total": self.total, "finished": self.finished}
         return {**counts, "running": self.running, "waiting": self.waiting, "by_status": dict(self.by_status)}
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep: tasks x plans x seeds under one name, of which all or a random part is run."""
+    """Defines trials of tasks x plans x seeds under one name, of which all or a random part is run (`draw`)."""
 
     name: str
     tasks: tuple[str, ...]
@@ -238,7 +238,7 @@ class Sweep:
         return f"sweep {self.name!r} has nothing to run: {pairs} infeasible. Task {first.task!r}, {first.template}: {first.reason}"
 
     def draw(self, cost: Cost | None = None) -> list[DrawnTrial]:
-        """Return the trials to run, in order, then the infeasible ones; the method `cheap_first` needs `cost(task, plan)` in bytes."""
+        """Return the trials to run, in order, then those that no plan fits; the method `cheap_first` needs `cost(task, plan)`."""
         propensities, order = self._propensities(cost)
         taken = draw_pairs(propensities, self.method, self.draw_seed)
         if not taken.any() and not self.pairs:
@@ -306,7 +306,7 @@ def _check_labels(labels: Any) -> tuple[tuple[str, Plan | PlanTemplate], ...]:
 
 
 def label_of(plan: Plan, given: Mapping[Hashable, str] | None = None) -> str:
-    """Return the label of a plan: by key or template in `given`, else its template, its preset, or its formats."""
+    """Return a plan's label: the one `given` for its key or its template, else its template's text, its preset, or its formats."""
     given = given or {}
     if plan.key in given:
         return given[plan.key]
@@ -315,7 +315,7 @@ def label_of(plan: Plan, given: Mapping[Hashable, str] | None = None) -> str:
 
 
 def cheap_first_propensities(nbytes: np.ndarray[Any, Any], share: float) -> np.ndarray[Any, Any]:
-    """Return share * rank / (N - 1) of each pair: `share` for the fewest bytes, 0 for the most; equal ones by their order."""
+    """Return the probability to draw each pair: `share` for the fewest bytes, falling evenly by rank to 0 for the most."""
     if len(nbytes) == 1:
         return np.full(1, share)
     rank = np.empty(len(nbytes))
@@ -324,7 +324,7 @@ def cheap_first_propensities(nbytes: np.ndarray[Any, Any], share: float) -> np.n
 
 
 def draw_pairs(propensities: np.ndarray[Any, Any], method: SamplingMethod, seed: int) -> np.ndarray[Any, Any]:
-    """Return which pairs of task and plan are drawn with these probabilities; all with the method `full`."""
+    """Return booleans that say which pairs of task and plan are drawn with these probabilities; all with the method `full`."""
     if method is SamplingMethod.FULL:
         return np.ones(len(propensities), dtype=bool)
     return np.random.RandomState(seed).uniform(size=len(propensities)) < propensities

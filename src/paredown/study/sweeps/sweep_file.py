@@ -64,7 +64,7 @@ MEMBERS: dict[str, type] = {"tasks": str, "seeds": int, "plans": dict}
 
 
 class SweepFile(NamedTuple):
-    """The contents of a sweep file: the sweep, its store (None: not named), and the folder of its tasks."""
+    """Says what a sweep file has: the sweep, the address of a database (None if it names none), the folder of the tasks."""
 
     sweep: Sweep
     store: str | None
@@ -121,7 +121,7 @@ def _read(value: dict[str, Any], path: Path) -> SweepFile:
 def _plans_of_templates(
     task: str, templates: list[PlanTemplate], folder: Path, device: str | None
 ) -> tuple[list[Plan], list[InfeasiblePair]]:
-    """Return the plans of templates for a task, traced as in `pick` for its device, and the templates without a plan."""
+    """Return the plans that `assign` makes by `templates` for a task, traced on `device`, and the templates that fit no budget."""
     from paredown.study.tasks.lookup import (
         cached_task,  # importing torch takes seconds, and sweeps without templates need none here
     )
@@ -164,7 +164,7 @@ def _entries(tables: list[dict[str, Any]], folder: Path) -> tuple[list[Entry], t
 
 
 def _table_labels(value: Any, num_plans: int, number: int) -> list[str]:
-    """Return the labels of [[plans]] table `number`: a text for one plan, or a list with a text for each."""
+    """Return `value`, the label of the file's [[plans]] table `number`, as a list of labels for its `num_plans` plans."""
     labels = value if isinstance(value, list) else [value]
     if len(labels) != num_plans:
         needs = f"a list of {num_plans} labels" if num_plans > 1 else "one label"

@@ -1,9 +1,9 @@
-"""A worker: claims trials from a store, runs them in an engine, writes the results to the store, and reports them after that.
+"""A worker claims trials from a store, runs them in an engine, writes the results to the store, and reports them after that.
 
     while trials are unfinished:  write results, claim a trial for each free slot of the engine  ->  start them  ->  wait for some to end
 
-It ends when all trials are finished. While other workers still run the last trials it stays: if one of them dies, its trials are released
-and run here.
+It ends when all trials are finished. While other workers still run the last trials it stays: if another worker dies, its trials are
+released, and this one runs them.
 
 Dead workers are detected by counted heartbeats. Each worker increments its counter in the store every `beat_seconds`, and measures with its
 own monotonic clock how long the counters of the other workers have not changed. Wall clocks are not used, so clocks of machines may differ
@@ -52,7 +52,7 @@ class WorkerPulse:
     _unchanged: dict[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
 
     def look(self, beats: Mapping[str, int], now: float) -> list[str]:
-        """Read the counters at time `now`, and return the workers whose counters did not change for `patience_seconds`."""
+        """Compare the counters `beats` at time `now` with earlier ones; return workers whose counter stood still for `patience_seconds`."""
         passed = 0.0 if self._last is None else min(now - self._last, 2 * self.look_seconds)
         self._last = now
         previous = self._unchanged
@@ -64,7 +64,7 @@ class WorkerPulse:
 
 
 class Heartbeat:
-    """A thread that counts a worker's heartbeats and releases the trials of dead workers, between `start` and `stop`."""
+    """Counts a worker's heartbeats in a thread, and releases the trials of dead workers, from `start` to `stop`."""
 
     def __init__(self, store: Store, worker: str, options: WorkerOptions) -> None:
         self._store, self._worker, self._seconds, self._say = store, worker, options.beat_seconds, options.say
@@ -73,11 +73,11 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="paredown-heart", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that counts heartbeats."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread that counts heartbeats."""
         self._ended.set()
         self._thread.join(timeout=5)
 
@@ -105,7 +105,7 @@ LOOK_SECONDS, SAY_SECONDS = 1.0, 10.0  # between two looks, and between two mess
 def wait_for_store(
     address: str | Path, *, seconds: float, sweep: str | None = None, needs_trials: bool = True, say: Callable[[str], object]
 ) -> Store:
-    """Return the store once it exists, and with `needs_trials` has trials (of `sweep`); StoreError after `seconds`."""
+    """Wait up to `seconds` until a database exists, with trials (of `sweep`) if `needs_trials`, and return it."""
     database = Database(address, say=say)
     deadline = time.monotonic() + seconds
     try:
@@ -123,7 +123,7 @@ def wait_for_store(
 
 
 def wait_until(why_not: Callable[[], str | None], deadline: float, say: Callable[[str], object]) -> None:
-    """Wait until `why_not()` returns None, and pass its sentences to `say`; at `deadline` the sentence is a StoreError."""
+    """Wait until `why_not()` returns None, and pass its sentences to `say`; at `deadline` raise StoreError with the last one."""
     start, reported = time.monotonic(), -math.inf
     while (reason := why_not()) is not None:
         now = time.monotonic()
@@ -156,7 +156,7 @@ def ignore(*_: object) -> None:
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """The options of a worker: which trials it runs, and functions that it calls.
+    """Says which trials a worker runs, which functions it calls, and how long (`patience_seconds`) other workers may be silent.
 
     `refuses(task)` returns why this worker does not run a task, or None; refused trials are left to other workers.
     `on_result(claim, trial)` is called for each result after it is in the store, `idle()` in each round, `say(sentence)` with messages for
@@ -173,17 +173,17 @@ class WorkerOptions:
 
     @property
     def beat_seconds(self) -> float:
-        """The seconds between heartbeats: a tenth of the patience, and at most what workers with the default patience expect."""
+        """Return the seconds between heartbeats: a tenth of `patience_seconds`, and at most BEAT_SECONDS, which other workers expect."""
         return min(BEAT_SECONDS, self.patience_seconds / 10)
 
 
 def work(store: Store, engine: Engine, options: WorkerOptions | None = None) -> int:
-    """Run trials until all are finished, and return how many this worker finished; an interruption releases its claims."""
+    """Run trials until all are finished, and return how many this worker finished; if interrupted, it releases its trials."""
     return Worker(store, engine, options or WorkerOptions()).run()
 
 
 class Worker:
-    """A worker of a sweep, from its first claim until it leaves the store."""
+    """Runs one worker: reserves trials in a database, has the engine run them, and writes their results, until all ended."""
 
     def __init__(self, store: Store, engine: Engine, options: WorkerOptions) -> None:
         self._store, self._engine, self._options = store, engine, options
@@ -217,7 +217,7 @@ class Worker:
         return self._num_finished
 
     def _turn(self) -> bool:
-        """Write results, claim and start a trial for each free slot, and return whether any trial runs or is unfinished."""
+        """Write results, start as many trials as the engine has room for, and return whether any trial runs or is unfinished."""
         claims = self._write(self._engine.slots - len(self._claims) + len(self._ended))
         for claim in self._accepted(claims):
             self._engine.start(claim)
@@ -227,7 +227,7 @@ class Worker:
         return bool(count_open(self._store, self._options.sweep, without=tuple(self._refused)))
 
     def _write(self, num_free: int) -> list[Claim]:
-        """Write results to the store, report them, and return up to `num_free` new claims."""
+        """Write the results of ended trials to the database, report them, and reserve and return up to `num_free` new trials."""
         options, ended = self._options, self._ended
         written, claims = self._store.exchange(self._id, ended, num_free, sweep=options.sweep, without=tuple(self._refused))
         self._ended = []
@@ -239,7 +239,7 @@ class Worker:
         return claims
 
     def _wait(self) -> list[EndedTrial]:
-        """Return trials of this worker that ended within IDLE_SECONDS; if it runs none, pause that long and return none."""
+        """Return trials of this worker that ended within IDLE_SECONDS; if it runs none, pause that long and return an empty list."""
         if self._claims:
             return self._engine.wait(IDLE_SECONDS)
         time.sleep(IDLE_SECONDS)
@@ -257,7 +257,7 @@ class Worker:
             self._options.say(f"{about}: {result.reason}. It will run again ({claim.attempt} of at most {MAX_ATTEMPTS} attempts).")
 
     def _accepted(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Return the claims whose tasks this worker runs; release the others, and claim no trials of their tasks again."""
+        """Return the reserved trials whose tasks this worker runs; release the others, and reserve no more of their tasks."""
         for task in dict.fromkeys(claim.spec.task for claim in claims):
             if (reason := self._options.refuses(task)) is not None:
                 self._refused[task] = reason

@@ -41,7 +41,7 @@ class Data(ABC):
 
     @abstractmethod
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return an endless iterator of training batches.
+        """Return an endless iterator of training batches (inputs, answers) of `batch` examples, in an order that `seed` decides.
 
         Memory that all batches share is allocated before this returns, not at the first batch.
         """
@@ -56,7 +56,7 @@ class Data(ABC):
 
     @property
     def blind_loss(self) -> float | None:
-        """The cross entropy of random guessing, with equal odds for every answer."""
+        """Return the cross entropy of random guessing, with equal odds for every answer."""
         return None if self.num_answers is None else math.log(self.num_answers)
 
     def __repr__(self) -> str:
@@ -66,7 +66,7 @@ class Data(ABC):
 
 @dataclass(frozen=True)
 class PictureTransform:
-    """The preprocessing of pictures: normalization, and random shifts and flips in training.
+    """Says how pictures change before the model receives them: their number of channels, and random shifts and flips in training.
 
     Grey pictures are repeated to `channels`. In training each picture is shifted by up to `shift` pixels and, if `mirror`, flipped left
     to right, both at random.
@@ -83,7 +83,7 @@ NO_TRANSFORM = PictureTransform()
 @final
 @dataclass(frozen=True, repr=False, eq=False)
 class Examples(Data):
-    """Inputs and answers. uint8 inputs are pictures (num, channels, height, width), which the model gets normalized to mean 0 and std 1."""
+    """Holds inputs and answers. uint8 inputs are pictures (num, channels, height, width), normalized to mean 0 and std 1 for the model."""
 
     x_train: Tensor
     y_train: Tensor
@@ -129,7 +129,7 @@ class Examples(Data):
 
     @cached_property
     def normalization(self) -> Pair | None:
-        """The mean and standard deviation of each channel of the training pictures, (channels, 1, 1); None unless they are uint8."""
+        """Return the mean and standard deviation of each channel of the training pictures, (channels, 1, 1); None unless they are uint8."""
         if self.x_train.dtype is not torch.uint8 or self.x_train.dim() != 4:
             return None
         counts = torch.stack([torch.bincount(x.flatten(), minlength=NUM_BYTES) for x in self.x_train.transpose(0, 1)]).double()
@@ -139,7 +139,7 @@ class Examples(Data):
         return mean.float()[:, None, None], std.float()[:, None, None]
 
     def model_inputs(self, x: Tensor) -> Tensor:
-        """Return stored examples in the form that the model receives: normalized, with the channels that `look` requests."""
+        """Return stored examples as the model receives them: normalized, with the channels that `look` (PictureTransform) has."""
         if self.normalization is not None:
             mean, std = (part.to(x.device, non_blocking=True) for part in self.normalization)
             x = (x.float() - mean) / std
@@ -148,7 +148,7 @@ class Examples(Data):
         return x
 
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return an endless iterator of training batches."""
+        """Return an endless iterator of training batches (inputs, answers) of `batch` examples, in an order that `seed` decides."""
         return self._pairs(batch, batch, seed, device)
 
     def batches_ahead(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
@@ -157,7 +157,7 @@ class Examples(Data):
         return (pair for x, y in chunks for pair in zip(x.split(batch), y.split(batch), strict=True))
 
     def _pairs(self, batch: int, size: int, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return an endless iterator of `size` training examples at a time; a pass leaves out what does not fill a `batch`."""
+        """Return an endless iterator of (inputs, answers) of up to `size` examples; each pass has whole batches of `batch`."""
         source, num = torch.Generator().manual_seed(seed), self.num_train // batch * batch
         x, y = self.x_train.to(device), self.y_train.to(device)
         first = self._draws(num, source, device)  # drawn now, so that its memory is allocated before the first batch
@@ -174,7 +174,7 @@ class Examples(Data):
             yield self.model_inputs(x.to(device)), y.to(device)
 
     def _draws(self, num: int, source: torch.Generator, device: torch.device) -> Pair:
-        """Return the order of one pass, indices (num,), and the offsets of its pictures: (down, right, mirrored), or none, (num, 0)."""
+        """Return the order of one pass, indices (num,), and its pictures' moves, (num, 3): down, right, mirrored; or none, (num, 0)."""
         order = torch.randperm(self.num_train, generator=source)[:num]
         bounds = (2 * self.look.shift + 1, 2 * self.look.shift + 1, 1 + self.look.mirror) if self._is_moved else ()
         moves = torch.empty(num, len(bounds), dtype=torch.int64)
@@ -203,9 +203,9 @@ class Examples(Data):
 @final
 @dataclass(frozen=True, repr=False, eq=False)
 class Text(Data):
-    """Data that consists of the bytes of a text, of which a model predicts the next one.
+    """Holds the bytes of a text; a model predicts the next byte from those before it in a piece of `length` bytes.
 
-    Training pieces start anywhere in its first nine tenths; test pieces are evenly spaced in the last tenth.
+    Training pieces start anywhere in the first nine tenths of the text; test pieces are evenly spaced in the last tenth.
     """
 
     read: Tensor  # (num_bytes,) uint8
@@ -228,7 +228,7 @@ class Text(Data):
         object.__setattr__(self, "num_test", min(MAX_TEST_PIECES, num_tested // (self.length + 1)))
 
     def batches(self, batch: int, *, seed: int, device: torch.device) -> Iterator[Pair]:
-        """Return an endless iterator of batches of training pieces."""
+        """Return an endless iterator of batches of `batch` pieces of the text with their next bytes as answers, drawn by `seed`."""
         source = torch.Generator().manual_seed(seed)
         read, offsets = self.read[: self.cut].to(device), torch.arange(self.length + 1, device=device)
         starts = (torch.randint(self.num_train, (batch, 1), generator=source).to(device) for _ in count())

@@ -1,9 +1,9 @@
-"""Pictures, texts and weights from files: digits of this package, Fashion-MNIST, idx files (MNIST), class folders, `.npz` arrays, texts.
+"""Read pictures, texts and weights from files: this package's digits, Fashion-MNIST, idx files (MNIST), class folders, `.npz` arrays.
 
 >>> read_digits()
 Examples(1437 training examples, 360 test examples, 10 answers)
 
-An `.npz` has four arrays. Their names contain `train` or `test`, and x, images or data, or y, labels or targets: `x_train`,
+An `.npz` has four arrays, named by `train` or `test` and a word for pictures (x, images, data) or labels (y, labels, targets): `x_train`,
 `test_labels`. Or it has one array of pictures and one of labels: every fifth picture of each class is then in the test split. Pictures
 are (num, height, width), (num, height, width, channels) or (num, channels, height, width). Nothing is unpickled.
 
@@ -48,7 +48,7 @@ READ_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError)  #
 
 
 def read_arrays(path: Path, *, superclass: int | None = None) -> Examples:
-    """Return the pictures of an `.npz`; `superclass` keeps the classes of one, by the arrays `coarse_train` and `coarse_test`."""
+    """Return the examples of an `.npz`; with `superclass`, those with this number in the arrays `coarse_train` and `coarse_test`."""
     arrays = _loaded(path)
     splits = {kind: array for name, array in arrays.items() if (kind := kind_of(name)) is not None} or _by_shape(arrays)
     missing = [f"{kind}_{split}" for split, kind in NEEDED if (split, kind) not in splits]
@@ -77,20 +77,20 @@ def _loaded(path: Path) -> dict[str, Array]:
 
 
 def check_unpacked_size(unpacked_bytes: int, packed_bytes: int) -> None:
-    """Raise ValueError for a decompression bomb, since pictures and texts are compressed ten times at most."""
+    """Raise ValueError if a file unpacks to so many more bytes than it has that it must be a decompression bomb."""
     if unpacked_bytes > BOMB_BYTES and unpacked_bytes > BOMB_RATIO * packed_bytes:
         raise ValueError(f"its {packed_bytes} bytes unpack to {unpacked_bytes} and more, which no pictures or texts do")
 
 
 def kind_of(name: str) -> tuple[str, str] | None:
-    """Return split ("train" or "test") and kind (pictures or labels) of an array, found in its name; None if unclear."""
+    """Return the split ("train" or "test") and the kind ("x": pictures, "y": labels) that an array's name says; None if unclear."""
     words = [word for word in re.split(r"[^a-z]+", name.lower()) if word]
     splits, kinds = [SPLITS[w] for w in words if w in SPLITS], [WORDS[w] for w in words if w in WORDS]
     return (splits[0], kinds[0]) if len(splits) == len(kinds) == 1 else None
 
 
 def _by_shape(arrays: Mapping[str, Array]) -> Arrays:
-    """Return the only array of pictures and the only one of labels, split; empty if there are none or several."""
+    """Return the only array of pictures and the only array of labels, divided into two splits; empty unless there is one of each."""
     pictures = [array for array in arrays.values() if array.ndim in (3, 4)]
     num = len(pictures[0]) if pictures else -1
     labels = [array for array in arrays.values() if array.shape in ((num,), (num, 1)) and array.dtype.kind != "f"]
@@ -120,7 +120,7 @@ def _of_superclass(splits: Arrays, arrays: Mapping[str, Array], number: int, fil
 
 
 def examples_of(splits: Mapping[tuple[str, str], Array], file: str) -> Examples:
-    """Return arrays by (split, kind) as Examples, with classes numbered from 0 in order; `file` is the name for errors."""
+    """Return Examples of the arrays in `splits`, by (split, kind), with classes renumbered from 0; error messages name `file`."""
     labels = {name: _labels(splits[name, "y"], f"y_{name} of {file}") for name in ("train", "test")}
     known = np.unique(labels["train"])
     unknown = np.setdiff1d(labels["test"], known)
@@ -158,7 +158,7 @@ def _channels_first(array: Array, what: str) -> Tensor:
 
 
 def scaled(data: Examples, side: int) -> Examples:
-    """Return the same pictures, resized to `side` x `side` pixels."""
+    """Return the pictures of `data`, resized to `side` x `side` pixels."""
     if data.x_train.shape[-2:] == (side, side):
         return data
     x = [
@@ -203,7 +203,7 @@ def read_fashion_mnist(folder: Path | None = None) -> Examples:
 
 
 def read_text(path: Path, length: int) -> Text:
-    """Return the bytes of a file as a text, decompressed if it is a `.gz`."""
+    """Return the bytes of a file, decompressed if it is a `.gz`, as a Text with pieces of `length` bytes."""
     try:
         read = _unzipped(path) if path.suffix == ".gz" else path.read_bytes()
     except READ_ERRORS as error:
@@ -227,7 +227,7 @@ def _unzipped(path: Path) -> bytes:
 
 
 def read_idx(folder: Path) -> Examples:
-    """Return the examples in four idx files (`.gz` or not), as MNIST and data sets like it have them."""
+    """Return the examples in a folder's four idx files (`.gz` or not), which have the names of MNIST's."""
     return examples_of({kind: _idx_array(folder, IDX[kind]) for kind in NEEDED}, folder.name)
 
 
@@ -257,9 +257,9 @@ def _idx_array(folder: Path, name: str) -> Array:
 
 
 def read_folder(folder: Path, *, side: int | None = None) -> Examples:
-    """Return the pictures in one folder per class, under `train` and `test`.
+    """Return the pictures of `folder`: in `train` and `test`, with a folder for each class in both, or in idx files.
 
-    Without these two folders, every fifth picture of a class is a test example. `side`: resize to `side` x `side` pixels; None: do not.
+    If class folders stand in `folder` itself, every fifth picture of a class is a test example. `side`: resize to `side` x `side` pixels.
     """
     if is_idx(folder):
         return read_idx(folder)
@@ -328,7 +328,7 @@ SAVE_WEIGHTS = "Write it by torch.save(model.state_dict(), FILE), from a model o
 
 
 def load_weights(model: nn.Module, path: Path) -> nn.Module:
-    """Return the model with the weights of a saved state dict; parameters of other names or shapes stay, and are logged."""
+    """Return `model` with the weights of a saved state dict; tensors that the file lacks, or has in another shape, stay and are logged."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (*READ_ERRORS, RuntimeError, pickle.UnpicklingError) as error:

@@ -55,9 +55,9 @@ from paredown.study.tasks.trial import Status, Trial
 from paredown.version import __version__
 
 NUM_WARM_UP = 3  # steps
-FEWEST_STEPS = 5  # timed steps behind a median
-MOST_STEPS = 200  # the last ones of a long run
-NUM_STEPS = NUM_WARM_UP + 9  # of a run for its step time alone
+FEWEST_STEPS = 5  # timed steps that a median needs
+MOST_STEPS = 200  # timed steps of a long run, its last ones
+NUM_STEPS = NUM_WARM_UP + 9  # steps of a run that measures the step time alone
 NUM_MEASURED_STEPS = NUM_WARM_UP  # on a CPU: the profiler slows steps down, so that they are not timed
 
 
@@ -90,7 +90,7 @@ class MemoryMeter:
         self._runs = True
 
     def after(self, step: int) -> None:
-        """Record the end of a step, counted from 1."""
+        """Stop measuring on a CPU if `step`, counted from 1, is NUM_MEASURED_STEPS."""
         if self._device.type != "cuda" and step >= NUM_MEASURED_STEPS:
             self.stop()
 
@@ -104,10 +104,10 @@ class MemoryMeter:
 
 
 def largest_sum(events: list[Any]) -> int:
-    """Return the largest running sum of allocated minus released bytes.
+    """Return the largest running sum of allocated minus released bytes over the events of torch's profiler.
 
     A release does not count if its memory was allocated before the first event. Events have no addresses, so that a release counts if
-    something of its size was allocated and is not released yet.
+    memory of the same size was allocated and is not released yet.
     """
     held = peak = 0
     num_held: Counter[int] = Counter()  # by size
@@ -127,7 +127,7 @@ class StepTimer:
     """Records when each step of a run ends; `seconds` is the median time of a step.
 
     The first NUM_WARM_UP steps do not count: kernels are compiled, optimizer state is allocated, and on a CPU a profiler records the peak
-    memory. On CUDA the ends are events on the stream, so that timing does not synchronize steps. A step includes its batch.
+    memory. On CUDA the ends are events on the stream, so that timing does not synchronize steps. The time includes making the batch.
 
     >>> timer = StepTimer(torch.device("cpu"), clock=iter((0.0, 0.5, 1.0, 1.5, 2.0, 9.0)).__next__)
     >>> for step in range(1, NUM_WARM_UP + 6):
@@ -229,7 +229,7 @@ def evaluate(
 def trial_and_model(
     setting: training.TrainingSetup, progress: training.ProgressCallback | None = None
 ) -> tuple[Trial, nn.Module | None]:
-    """Return the trial of `evaluate`, and the trained model with plain weights (None after running out of memory)."""
+    """Return the trial of `evaluate`, and the trained model with unpacked weights (None after running out of memory)."""
     meter, timer, curve, model = MemoryMeter(setting.device), StepTimer(setting.device), curve_of(setting.task), None
     if setting.device.type == "cpu" and setting.plan.rules:
         load_loops()
@@ -299,7 +299,7 @@ def make_setting(task: Any, plan: Any, *, seed: Any = 0, device: Any = None, mod
 
 
 def find_device(device: Any) -> torch.device:
-    """Return the torch.device of this name; for None, CUDA if it is available."""
+    """Return `device` as a torch.device of this machine; for None, CUDA if it is available."""
     num_gpus = torch.cuda.device_count()
     allowed = ["cpu", *(["cuda"] if num_gpus else []), *(f"cuda:{number}" for number in range(num_gpus))]
     wanted = str(device) if device is not None else "cuda" if num_gpus else "cpu"
@@ -315,7 +315,10 @@ def _trained(
     meters: tuple[MemoryMeter, StepTimer],
     progress: training.ProgressCallback | None,
 ) -> tuple[Trial, nn.Module]:
-    """Train, evaluate, and return the trial, `head` with its results, and the model; an exception closes the session too."""
+    """Train and evaluate; return the trial (`head` with results added) and the model. An exception closes the session too.
+
+    `curve` collects the losses, `meters` measure memory and step time.
+    """
 
     def after(step: int) -> None:
         for meter in meters:
@@ -341,7 +344,7 @@ def _trained(
 
 
 def _predicted(setting: training.TrainingSetup) -> int | None:
-    """Return the predicted peak bytes; None if the step cannot be traced, or a simulated plan has rules for what no step stores."""
+    """Return the predicted peak bytes of a training; None if its step cannot be traced, or lacks values of a simulated plan."""
     keys = tuple(key for key, _ in setting.plan.rules)
     if setting.mode != "store" and keys in _refused.get(setting.task, ()):
         return None
@@ -356,7 +359,7 @@ def _predicted(setting: training.TrainingSetup) -> int | None:
         raise PlanError(f"task {setting.task.name!r}: {error}") from None
 
 
-# Selectors of simulated plans that match values that no step stores: checked once for all formats of a sweep
+# The selectors of simulated plans that match values that no step stores, by task: checked once for all formats of a sweep
 _refused: weakref.WeakKeyDictionary[Task, set[tuple[str, ...]]] = weakref.WeakKeyDictionary()
 
 
@@ -365,7 +368,7 @@ _refused: weakref.WeakKeyDictionary[Task, set[tuple[str, ...]]] = weakref.WeakKe
 
 @contextmanager
 def seeded(setting: training.TrainingSetup) -> Generator[None]:
-    """Return a context in which torch's random states are those of the seed; the old states are restored after it."""
+    """Return a context in which torch is seeded with the setting's seed; torch's earlier random states are restored after it."""
     devices = [setting.device] if setting.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(setting.seed)

@@ -1,4 +1,4 @@
-"""Tasks by name: `find_task` returns the Task that a text names.
+"""`find_task` returns the Task that a text names:
 
     digits                                    handwritten digits, a file of this package
     fashion_mnist                             Fashion-MNIST, from Debian's package dataset-fashion-mnist
@@ -8,10 +8,10 @@
     path/to/file.py:function                  the Task that a function of yours returns
     NAME#model=vit,steps=200,batch=32         with options
 
-Options after `#` are those of OPTIONS; all others are keyword arguments of the model, or of the function for a file of yours. Without
-`steps` a task on pictures trains for ten passes over its examples.
+Options after `#` are those of OPTIONS; all others are keyword arguments of the model, or of your function. Without `steps` a task on
+pictures trains for ten passes over its examples.
 
-Files are searched for in the current folder and in that of the environment variable PAREDOWN_DATA. With `folder`, as a worker has it, no
+Files are searched for in the current folder and in that of the environment variable PAREDOWN_DATA. With `folder`, which workers pass, no
 code outside of that folder runs, and data is read from there or from PAREDOWN_DATA only.
 
 >>> find_task("digits#model=mlp,steps=100")
@@ -73,7 +73,7 @@ SGDM = OptimizerSettings("sgdm", 0.05, {"weight_decay": 5e-4})
 
 
 class TaskOption(NamedTuple):
-    """An option of a task's name: the type of its value, and its meaning."""
+    """Describes an option such as `steps=200` after the `#` of a task's name: the type of its value, and its meaning."""
 
     read: type
     note: str
@@ -106,7 +106,7 @@ TRUE = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": 
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """Return the options after `#`, converted to the types of OPTIONS; others to the first of int, float, bool and str that fits.
+    """Return the options in `text`, with values of the types in OPTIONS, or for other names the first of int, float, bool, str that fits.
 
     >>> parse_options("steps=20,lr=0.1,mirror=true,width=16,gelu=tanh")
     {'steps': 20, 'lr': 0.1, 'mirror': True, 'width': 16, 'gelu': 'tanh'}
@@ -178,7 +178,7 @@ def _check_model(model: str, *, is_text: bool) -> None:
 
 
 def _prepared(data: Examples, model: str, options: Mapping[str, Any]) -> Examples:
-    """Return the pictures with the transform that `model` needs: three channels for all but the MLP."""
+    """Return the pictures with the size and the random shifts and flips in `options`, and three channels unless `model` is the MLP."""
     if "side" in options:
         if options["side"] < 1:
             raise TaskError(f"side is {options['side']}; pictures have at least one pixel.")
@@ -243,7 +243,7 @@ def autocast_dtype(name: str) -> torch.dtype | None:
 
 
 def call_user_function(source: Path | str, function: str, options: Mapping[str, Any]) -> Any:
-    """Return `function(**options)` for a function of a file (a path) or of a module (a name)."""
+    """Return `function(**options)`, where `function` is a name in `source`, a Python file (Path) or a module (str)."""
     name = source.name if isinstance(source, Path) else source
     with _errors_as_task_errors(name):
         module = _imported(source) if isinstance(source, Path) else _module(source)
@@ -331,7 +331,7 @@ def find_task(text: str, folder: str | os.PathLike[str] | None = None) -> Task:
 
 
 def check_has_function(head: str, folder: Path | None = None) -> None:
-    """Raise TaskError if `head` is a Python file without the name of a function; the message lists its functions.
+    """Raise TaskError if `head` names a Python file but no function in it; the message lists the file's functions.
 
     >>> check_has_function("net.py")
     Traceback (most recent call last):
@@ -384,7 +384,7 @@ def _text(path: Path, options: Mapping[str, Any]) -> Text:
 
 @lru_cache(maxsize=4)
 def _arrays(path: Path, superclass: int | None, stamp: Stamp) -> Examples:
-    """Return the examples in an `.npz` file, cached until the file changes (its `stamp` is another)."""
+    """Return the examples in an `.npz` file, cached by its path and its `stamp`, which changes with the file."""
     return data_files.read_arrays(path, superclass=superclass)
 
 
@@ -394,14 +394,14 @@ def _name(head: str, options: Mapping[str, Any]) -> str:
 
 
 def _portable(file: str) -> str:
-    """Return a path without folders of this machine, so that trials contain no local path."""
+    """Return `file`, or only its last part if it may lie outside of the current folder, so that trials contain no local path."""
     path = Path(file)
     is_outside = path.is_absolute() or PureWindowsPath(file).is_absolute() or ".." in path.parts or file.startswith("~")
     return PureWindowsPath(file).name if is_outside else path.as_posix()
 
 
 def portable_text(text: str) -> str:
-    """Return the text of a task for messages and files, without folders of this machine.
+    """Return a task's name for messages and files, with local paths shortened to the names of their files.
 
     >>> portable_text("images:/data/ann/faces.npz#steps=3,from=/data/ann/w.pt")
     'images:faces.npz#steps=3,from=w.pt'
@@ -452,7 +452,7 @@ NUM_CACHED = 32  # a sweep that runs cheap plans first alternates between its ta
 
 
 def cached_task(text: str, folder: Path | None) -> Task:
-    """Return `find_task(text, folder)`, cached until its data file changes. `folder` None: the current folder, for data only."""
+    """Return `find_task(text, folder)`, cached until its data file changes; with `folder` None, tasks in `.py` files are refused."""
     head = text.strip().partition("#")[0].strip()
     if ".py:" in head:
         if folder is None:

@@ -1,9 +1,9 @@
-"""Train a task with and without a plan side by side: the same seeds, and steps in turn, so that a busy machine slows both down alike.
+"""Train a task with and without a plan side by side, with the same seeds and alternating steps: a busy machine slows both down alike.
 
     for each seed: Training.start(baseline), Training.start(plan); then a step of one, a step of the other, ...
 
 The seconds of a step are CPU seconds of the thread that trains, since waiting for a core that other programs use is no cost of a plan.
-The error of a plan minus the baseline's is a mean over pairs of answers: the same seed, the same test example.
+The error of a plan minus the baseline's is a mean over pairs of answers: both answers are to the same test example, from the same seed.
 
 >>> baseline = torch.tensor([[True, False, False, False], [True, False, False, False]])  # 2 seeds, 4 test examples; True: wrong
 >>> plan = torch.tensor([[True, True, False, False], [True, False, False, False]])
@@ -48,7 +48,7 @@ class Training:
 
     @staticmethod
     def start(task: Task, plan: Plan, *, seed: int, sessions: ExitStack) -> Training:
-        """Start a training on the CPU and take the measured steps; its session stays open until `sessions` closes."""
+        """Start a training on the CPU and take the steps whose memory is measured; `sessions` keeps the plan applied."""
         setting = make_setting(task, plan, seed=seed, device="cpu")
         batches = task.data.batches(task.batch, seed=seed, device=setting.device)
         curve, meter = curve_of(task), MemoryMeter(setting.device)
@@ -66,7 +66,7 @@ class Training:
 
     @property
     def num_steps_left(self) -> int:
-        """The number of steps until the last one of the task."""
+        """Return the number of steps until the last one of the task."""
         return self.loop.setting.task.steps - NUM_MEASURED_STEPS - len(self.step_seconds)
 
     def step(self) -> float:
@@ -80,7 +80,7 @@ class Training:
         return self.curve.points[-1][1] if self.curve.points else math.nan
 
     def trial(self, baseline_step_seconds: float | None) -> Trial:
-        """Return the trial of the training, judged on the test split; its step time is the median CPU time of a step."""
+        """Return the training's results as a Trial, evaluated on the test split; its step time is the median CPU time of a step."""
         head = replace(
             empty_trial(self.loop.setting),
             measured_peak_bytes=self.peak_bytes,
@@ -95,7 +95,7 @@ class Training:
 
     @property
     def median_seconds(self) -> float | None:
-        """The median CPU seconds of a step; None before the first one."""
+        """Return the median CPU seconds of a step; None before the first one."""
         return median(self.step_seconds) if self.step_seconds else None
 
     @torch.no_grad()
@@ -110,9 +110,9 @@ class Training:
 def paired_difference(baseline: Tensor, plan: Tensor) -> tuple[float, float]:
     """Return how much more often the plan is wrong than the baseline, as a share of all answers, and its standard error.
 
-    Each argument has a row of booleans for each seed (True: wrong). The standard error is the larger one of two estimates. The first is of
-    the mean over seeds, which is too small if a few seeds happen to agree. The second is of the mean over all pairs of answers, which
-    leaves out what a seed changes for all answers.
+    Each argument has a row of booleans for each seed (True: wrong). The standard error is the larger one of two estimates. The first, from
+    one mean per seed, is too small if a few seeds happen to agree. The second, from all pairs of answers, leaves out what a seed changes
+    for all answers.
     """
     pairs = plan.double() - baseline.double()  # (seeds, examples): 1, 0 or -1
     by_seed = pairs.mean(1)

@@ -32,7 +32,7 @@ Loss = Callable[[Any, Tensor], Tensor]  # (output, answers) -> scalar tensor, th
 
 
 class NamedOptimizer(NamedTuple):
-    """A row of RULES, for a name of an optimizer: its class in torch.optim or paredown.optim, and the arguments that the name implies."""
+    """What an optimizer's name in RULES stands for: a class of torch.optim or paredown.optim, and arguments such as a momentum."""
 
     kind: str
     options: Mapping[str, Any]
@@ -52,9 +52,9 @@ SCHEDULES = ("cosine", "constant")
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """The optimizer of a task: its name, learning rate, schedule and further arguments.
+    """Names the optimizer of a task, with its learning rate, schedule and further arguments (`options`).
 
-    `schedule`: "cosine" is a linear warmup in the first tenth of the run and a cosine decay to a hundredth, "constant" has neither.
+    `schedule`: "cosine" is a linear warmup in the first tenth of the run and a cosine decay to `lr` / 100, "constant" has neither.
     `max_norm`: clip gradients to this norm. `loss_scale`: the initial scale of a torch.amp.GradScaler; None: no scaler. `loss_factor`: a
     constant loss scale: the loss is multiplied by it, and gradients of parameters are divided by it before clipping and the optimizer step,
     so that small gradients of activations do not underflow.
@@ -90,14 +90,14 @@ METRICS: Mapping[str, Loss | None] = MappingProxyType({"error": share_wrong, "lo
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Task:
-    """A training on which plans are compared: a model, data, a loss, and a number of training steps.
+    """Defines a training on which plans are compared: a model, data, a loss, an optimizer and a number of training steps.
 
     `make_model(seed)` returns a new model on the CPU; torch is seeded before the call. `loss(output, answers)` is the mean over a batch;
     cross entropy by default. `metric`: "error" is the share of wrong answers, "loss" the loss; a function is called like the loss and
     returns the mean error of a batch; lower is better. `autocast`: the dtype of the autocast context around forward and loss.
-    `stops_early`: whether a hopeless trial ends before its last step. `channels_last`: whether the model is in channels_last memory
-    format, where convolutions are faster and need no workspace to transpose tensors; leave it False for a model that calls `view` on
-    feature maps.
+    `stops_early`: whether a trial ends early if its loss stays no better than random guessing. `channels_last`: whether the model is in
+    channels_last memory format, where convolutions are faster and need no workspace to transpose tensors; leave it False for a model that
+    calls `view` on feature maps.
     """
 
     name: str
@@ -153,12 +153,12 @@ class Task:
 
     @property
     def judge(self) -> Loss:
-        """The function that computes the error of a batch, (output, answers) -> mean error."""
+        """Return the function that computes the error of a batch, (output, answers) -> mean error."""
         return (METRICS[self.metric] or self.loss) if isinstance(self.metric, str) else self.metric
 
     @property
     def blind_loss(self) -> float | None:
-        """The cross entropy of random guessing, with equal odds for every answer; None for another loss."""
+        """Return the cross entropy of random guessing, with equal odds for every answer; None for another loss."""
         return self.data.blind_loss if self.loss is token_loss else None
 
     def __repr__(self) -> str:
@@ -190,7 +190,7 @@ def model_family(model: nn.Module) -> str:
 
 
 def task_family(task: Task) -> str:
-    """Return the family of a task's model, which is built on the meta device if its code allows that."""
+    """Return the family of a task's model, such as "cnn"; the model is built on the meta device if its code allows that."""
     try:
         with torch.device("meta"):
             return model_family(task.make_model(0))

@@ -1,4 +1,4 @@
-"""The trace of a task's training step: `trace_task(task, plan)`. `evaluate`, `pick`, sweeps and the command line all predict bytes from it.
+"""`trace_task(task, plan)` traces a task's training step. `evaluate`, `pick`, sweeps and the command line predict bytes from the trace.
 
 Nothing is trained: the step runs on fake tensors, and the footprint of a plan is arithmetic on its trace.
 
@@ -67,7 +67,7 @@ def trace_task(
 
 
 def formats_state(plan: Plan) -> bool:
-    """Return whether a plan has formats for weights, gradients or state: its optimizer step allocates no temporaries."""
+    """Return whether a plan has rules for weights, gradients or optimizer state; the optimizer's temporaries are not traced then."""
     return any(Selector.parse(key).role not in (None, Role.ACTIVATION, Role.ERROR, Role.FROZEN) for key, _ in plan.rules)
 
 
@@ -75,7 +75,10 @@ def formats_state(plan: Plan) -> bool:
 def _trace(
     task: Task, device: str | None, has_state_formats: bool, batch_size: int | None, optimizer: str | None, step: tuple[bool, bool]
 ) -> Trace:
-    """Return the trace of a step; `step`: whether it is compiled, and whether its loss is computed in chunks."""
+    """Return the trace of a training step; `step` says whether it is compiled, and whether its loss is computed in chunks.
+
+    With `has_state_formats` the optimizer is one of paredown.optim, whose temporaries are not traced.
+    """
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         model, batch = TrainingSetup(task, Plan(), 0, CPU).placed_model(), _first_batch(task)
     if batch_size is not None:
@@ -87,7 +90,7 @@ def _trace(
 
 
 def resized(batch: Any, batch_size: int, new_batch_size: int) -> Any:
-    """Return a batch (tensors in any nesting) with another number of examples: changed tensors are on the meta device."""
+    """Return `batch`, nested tensors, with `new_batch_size` instead of `batch_size` examples; changed ones are on meta."""
 
     def change(tensor: Tensor) -> Tensor:
         if not tensor.ndim or len(tensor) != batch_size:
@@ -100,9 +103,9 @@ def resized(batch: Any, batch_size: int, new_batch_size: int) -> Any:
 
 
 def predicted_bytes(text: str, plan: Plan, folder: Path, device: str | None = None) -> int:
-    """Return the predicted peak bytes of a plan on the task with the name `text`; sweeps with `cheap_first` sort by them.
+    """Return the predicted peak bytes of a plan on the task named `text`, by which sweeps with `cheap_first` sort trials.
 
-    A simulated plan with rules for values that no step stores has the bytes of PEPPP's memory model.
+    For a simulated plan with rules for values that no step stores, these are the bytes of PEPPP's memory model.
     """
     try:
         return peak_of(trace_task(_task_by_name(text, folder), plan, device), plan)
@@ -124,7 +127,7 @@ def outline_task(task: Task) -> Outline:
 
 @lru_cache(maxsize=4)
 def _task_by_name(text: str, folder: Path | None) -> Task:
-    """Return the same Task for the same name, by which traces are cached; `cached_task` makes those of user code anew."""
+    """Return one Task object per name, since traces are cached by object; `cached_task` makes tasks of user code anew at each call."""
     return cached_task(text, folder)
 
 

@@ -1,13 +1,13 @@
-"""`suited_threads(task, device)`: the number of CPU threads that suits the sizes of a task's tensors, for the time of a block.
+"""`suited_threads(task, device)` is a context in which torch uses as many CPU threads as suit the sizes of a task's tensors.
 
 torch uses all cores for an operation of more than 32,768 values. On small tensors the threads spend their time waiting for each other, and
-for a core where other programs run: a trial on 8 x 8 pictures took 30 s instead of 0.8 s on a busy machine. One thread for each
-VALUES_PER_THREAD values is taken, where the size of an operation is the mean over all outputs of a step and all weights, weighted by size:
+for a core where other programs run: a trial on 8 x 8 pictures took 30 s instead of 0.8 s on a busy machine. One thread is used for each
+VALUES_PER_THREAD values of a typical tensor, whose size n is the mean over all outputs of a step and all weights, weighted by size:
 
     n = sum(size^2) / sum(size),    threads = n / VALUES_PER_THREAD, from 1 to what torch would take
 
-Environment variables for threads, such as OMP_NUM_THREADS, are a choice of the user and stay. The number affects the order of sums, so
-two machines with different numbers of cores can differ in the last bits of float32, as in torch.
+Environment variables for threads, such as OMP_NUM_THREADS, take precedence. The number of threads affects the order of sums, so two
+machines with different numbers of cores can differ in the last bits of float32, as in torch.
 
 >>> num_threads([8192] * 100, most=16), num_threads([2**22] * 100, most=16), num_threads([2**22] * 100, most=2)
 (1, 16, 2)
@@ -41,7 +41,7 @@ def num_threads(sizes: Iterable[int], *, most: int) -> int:
 
 @contextmanager
 def suited_threads(task: Task, device: torch.device | str) -> Generator[None]:
-    """Return a context in which torch uses the number of threads that suits `task`; unchanged on a GPU, or if the user chose it."""
+    """Return a context where torch's number of CPU threads suits `task`; the number stays on a GPU, or if the user set it."""
     before = torch.get_num_threads()
     is_fixed = before == 1 or str(device) != "cpu" or any(os.environ.get(name) for name in CHOSEN_BY_USER)
     wanted = before if is_fixed else _wanted(task, before)

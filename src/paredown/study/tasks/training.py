@@ -49,14 +49,14 @@ MIN_STEPS_TO_STOP = 100
 
 
 class Verdict(NamedTuple):
-    """The status and the reason of a run that ended early."""
+    """Says why a run ended early: its status, DIVERGED or STOPPED, and the reason in words."""
 
     status: Status
     reason: str
 
 
 class LossCurve:
-    """The loss curve of a run, (step from 1, mean loss since the point before), which decides whether it diverged or is hopeless."""
+    """Collects the loss curve of a run, points (step, mean loss since the last point), and decides whether the run must end early."""
 
     def __init__(self, steps: int, *, blind_loss: float | None = None, stops_early: bool = True) -> None:
         self.points: list[tuple[int, float]] = []
@@ -70,7 +70,7 @@ class LossCurve:
         self._sum: Tensor | None = None
 
     def add(self, loss: Tensor) -> bool:
-        """Add the loss of one more step, and return whether this made a new point."""
+        """Add the loss of one more step, and return whether the curve got a new point."""
         loss = loss.detach().float()
         self._sum = loss if self._sum is None else self._sum + loss
         if not self.is_point(self.step + 1):
@@ -85,7 +85,7 @@ class LossCurve:
         return step % self._every == 0 or step >= self._steps
 
     def point(self, total: float) -> None:
-        """Add the next point to the curve, and update the verdict; `total` is the sum of all losses since the point before."""
+        """Add the next point to the curve, and set `verdict` if the run must end; `total` sums the losses since the last point."""
         last = self.step // self._every * self._every
         self.step = min(last + self._every, self._steps)
         mean = total / (self.step - last)
@@ -108,7 +108,7 @@ class LossCurve:
         return None
 
     def _hopeless(self) -> Verdict | None:
-        """Return a verdict STOPPED if the means of the last quarter and of the last tenth are no better than random guessing."""
+        """Return a verdict STOPPED if the mean losses of the last quarter and tenth are not below random guessing's, else None."""
         quarter_start, tenth_start = self.step - self._steps // 4, self.step - self._steps // 10
         guessing_loss = self._blind_loss if self._blind_loss is not None else self.points[0][1]
         quarter, tenth = self._mean(quarter_start), self._mean(tenth_start)
@@ -151,7 +151,7 @@ def task_learning_rate(task: Task, step: int) -> float:
 
 
 def make_optimizer(settings: OptimizerSettings, model: nn.Module, *, seed: int = 0, mode: Any = "store") -> torch.optim.Optimizer:
-    """Return the optimizer of `settings`: in store mode one of `paredown.optim`, with the formats of the model's session."""
+    """Return the optimizer of `settings`: in mode "store" from paredown.optim, with the plan's formats, else torch's if any."""
     kind, implied = RULES[settings.optimizer]
     options = {"lr": settings.lr, **implied, **settings.options}
     if kind == "Muon":
@@ -169,7 +169,7 @@ def make_optimizer(settings: OptimizerSettings, model: nn.Module, *, seed: int =
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """Everything that decides the numbers of a trial: task, plan, seed, device and mode."""
+    """Holds everything that decides the numbers of a trial: task, plan, seed, device and mode."""
 
     task: Task
     plan: Plan
@@ -193,12 +193,12 @@ class TrainingSetup:
         return model.to(memory_format=torch.channels_last) if is_channels_last else model  # type: ignore[call-overload]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the autocast context of forward and loss."""
+        """Return the autocast context in which the task's forward pass and loss run."""
         dtype = self.task.autocast
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def session(self, model: nn.Module) -> Any:
-        """Return the session of the plan on `model`; a context that does nothing for the baseline in store mode."""
+        """Apply the plan to `model` and return the session; a context that does nothing if the plan is empty in mode "store"."""
         if self.mode == "store" and not (self.plan.rules or self.plan.recompute):
             return nullcontext()
         return apply(self.plan, model, seed=self.seed, mode=self.mode)
@@ -206,7 +206,7 @@ class TrainingSetup:
 
 @dataclass
 class Loop:
-    """A model in training, with its session and optimizer."""
+    """Trains a model on one batch after another; holds the model, its session, its optimizer and its loss scaler."""
 
     setting: TrainingSetup
     model: nn.Module
@@ -284,7 +284,7 @@ def train(
     after: Callable[[int], None] | None = None,
     progress: ProgressCallback | None = None,
 ) -> None:
-    """Train to the last step, or until the loss curve ends the run, since it diverged or is hopeless.
+    """Train to the last step, or until the loss curve ends the run: it diverged, or is no better than random guessing.
 
     `after(step)` is called after each step, `progress(step, steps, training loss)` after each point of the loss curve.
     """
@@ -305,7 +305,7 @@ def train(
 
 @torch.no_grad()
 def judge(loop: Loop) -> tuple[float, float]:
-    """Return the mean error and the mean loss on all test examples, with the plan's session still open."""
+    """Return the mean error and the mean loss of the trained model on all test examples, with the plan still applied."""
     task, setting = loop.setting.task, loop.setting
     error, loss, count = 0.0, 0.0, 0
     loop.model.eval()

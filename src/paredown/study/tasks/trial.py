@@ -27,7 +27,7 @@ VERSION = 1  # of the JSON
 
 
 class Status(str, Enum):
-    """The way in which a trial ended."""
+    """Says how a trial, one training of a task under a plan, ended."""
 
     DONE = "done"
     DIVERGED = "diverged"
@@ -40,7 +40,7 @@ class Status(str, Enum):
 
 @dataclass(frozen=True, repr=False)
 class Trial:
-    """The result of training a task under a plan from one seed: error, loss, memory, times and status.
+    """Holds the result of training a task under a plan from one seed: error, loss, memory, times and status.
 
     None means unknown. Numbers are finite; `reason` describes a loss that is not.
     """
@@ -53,9 +53,9 @@ class Trial:
     loss: float | None = None  # mean over the test split
     predicted_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
-    seconds: float | None = None
-    step_seconds: float | None = None  # median of a training step (study/tasks/measured_time.py)
-    baseline_step_seconds: float | None = None  # of the unmodified step on the same machine
+    seconds: float | None = None  # of the whole run
+    step_seconds: float | None = None  # median of a training step (`StepTimer` in evaluate.py)
+    baseline_step_seconds: float | None = None  # median of the unmodified step on the same machine
     curve: tuple[tuple[int, float], ...] = ()  # (step, training loss), steps from 1
     reason: str = ""  # why the status is not DONE
     device: str = ""
@@ -83,7 +83,7 @@ class Trial:
 
     @property
     def step_ratio(self) -> float | None:
-        """The step time divided by that of the unmodified step on the same machine; None if one of them is unknown."""
+        """Return the step time divided by that of the unmodified step on the same machine; None if one of them is unknown."""
         if self.step_seconds is None or not self.baseline_step_seconds:
             return None
         return self.step_seconds / self.baseline_step_seconds
@@ -99,7 +99,7 @@ class Trial:
         return texts
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value: version and all fields by name."""
+        """Return the trial as a dict for JSON: a version, and all fields by name."""
         value: dict[str, Any] = {"version": VERSION} | {name: getattr(self, name) for name in NAMES}
         curve = [[step, loss] for step, loss in self.curve]
         return value | {"plan": self.plan.to_json(), "status": self.status.value, "curve": curve, "versions": dict(self.versions)}
@@ -158,7 +158,7 @@ def standard_error(values: Sequence[float]) -> float | None:
 def with_baseline_steps(trials: Iterable[tuple[str, Trial]]) -> list[Trial]:
     """Return the trials of pairs (task, trial), with the baseline's step time added where it is known for task and device.
 
-    A trial that lacks it gets the median of the baseline's trials of its task on its device.
+    A trial without the baseline's step time gets the median over the trials of the baseline on its task and device.
     """
     pairs = list(trials)
     seconds: dict[tuple[str, str], list[float]] = {}

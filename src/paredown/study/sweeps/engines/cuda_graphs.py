@@ -1,4 +1,4 @@
-"""Simulated trials in parallel on a GPU: runs that differ only in data, learning rate, formats and seed share captured CUDA graphs.
+"""Run simulated trials in parallel on a GPU: those that differ only in data, learning rate, formats and seed share CUDA graphs.
 
 >>> from paredown.plan.plan import Plan
 >>> from paredown.study.tasks.evaluate import make_setting
@@ -58,7 +58,7 @@ MAX_CACHED_TESTS = 8  # tasks whose test examples are kept on the device
 
 
 def why_alone(setting: TrainingSetup) -> str | None:
-    """Return why a training run cannot share a captured CUDA graph with others; None if it can."""
+    """Return why the training `setting` cannot share a captured CUDA graph with others; None if it can."""
     settings, mode = setting.task.settings, MODES.get(setting.mode) if isinstance(setting.mode, str) else setting.mode
     if not isinstance(mode, Simulate):
         return "it is not simulated, and tensors that are stored in different formats have different sizes"
@@ -76,7 +76,7 @@ def why_alone(setting: TrainingSetup) -> str | None:
 
 
 def kind_of(setting: TrainingSetup) -> Any:
-    """Return a key that is equal for runs that can share captured graphs."""
+    """Return a key that is equal for trainings that can share captured CUDA graphs."""
     task, settings = setting.task, replace(setting.task.settings, lr=1.0, schedule="constant")
     mode = MODES.get(setting.mode, setting.mode) if isinstance(setting.mode, str) else setting.mode
     options = tuple(sorted((name, repr(value)) for name, value in settings.options.items()))
@@ -105,7 +105,7 @@ def model_key(make: Callable[..., Any]) -> Any:
 
 
 class QueuedTraining(NamedTuple):
-    """A training in the queue for a lane (a model with a captured graph), with the caller's key."""
+    """A training in the queue for a lane (a model with a captured graph); `turn` returns its trial under `key`."""
 
     key: Any
     setting: TrainingSetup
@@ -113,19 +113,19 @@ class QueuedTraining(NamedTuple):
 
 @dataclass
 class GraphGroup:
-    """Runs that can share captured graphs: those in the queue, and the lanes that train them."""
+    """Groups trainings that can share captured graphs: those in the queue, and the lanes (models with graphs) they run in."""
 
     queue: deque[QueuedTraining] = field(default_factory=deque[QueuedTraining])
     lanes: list[Lane] = field(default_factory=list[Lane])
 
     @property
     def idle(self) -> list[Lane]:
-        """Return the lanes of this group that train no run now."""
+        """Return the lanes (models with captured graphs) of this group that train nothing now."""
         return [lane for lane in self.lanes if lane.run is None]
 
 
 class GraphBench:
-    """Trains many runs in lanes of captured graphs; each `turn` queues one step in every lane."""
+    """Trains many runs in parallel, each in a Lane, a model with captured CUDA graphs; `turn` queues a step in every lane."""
 
     def __init__(self, num_lanes: int = NUM_LANES) -> None:
         self._num_lanes = num_lanes
@@ -152,11 +152,11 @@ class GraphBench:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any run is queued or running."""
+        """Return whether any run is queued or running."""
         return bool(self._alone or self._begun or any(group.queue for group in self._groups.values()))
 
     def turn(self) -> dict[Any, Trial | LayoutMismatch]:
-        """Queue one step in every busy lane, and return what has ended by key: trials, or a LayoutMismatch for runs without a graph."""
+        """Queue one step in every busy lane, and return by key what has ended: trials, and errors of runs that fit no graph."""
         self._fill()
         results: dict[Any, Trial | LayoutMismatch] = {}
         busy = [lane for group in self._groups.values() for lane in group.lanes if lane.run is not None]
@@ -199,7 +199,7 @@ class GraphBench:
             log.warning("Trials of task %r share no captured graph and run alone: %s.", name, reason)
 
     def _has_freed_memory(self) -> bool:
-        """Free idle lanes after an allocation failed, limit lanes to the busy ones, and return whether a retry may find memory."""
+        """After an allocation failed, free idle lanes (models with graphs), allow no more lanes, and return whether to retry."""
         dropped = self._drop_idle()
         if self._begun:
             self._num_lanes = len(self._begun)
@@ -231,7 +231,7 @@ class GraphBench:
         self.begun.append(queued.key)
 
     def _forget(self) -> None:
-        """Close idle groups of lanes, those unused for longest first, until at most MAX_GROUPS groups are left."""
+        """Close idle groups of lanes (models with graphs), those unused for longest first, until MAX_GROUPS are left at most."""
         idle = [kind for kind, group in self._groups.items() if not group.queue and len(group.idle) == len(group.lanes)]
         for kind in idle[: max(0, len(self._groups) - MAX_GROUPS)]:
             for lane in self._groups.pop(kind).lanes:
@@ -260,7 +260,10 @@ PER_LANE = 2  # claims for each lane, so that the next trial is at hand when one
 
 @dataclass
 class GpuProcess:
-    """The child process of one GPU, with its pipes and the trials that were sent to it."""
+    """Holds the child process that trains on one GPU, its pipes, and the trials that were sent to it.
+
+    `claims` has each trial by its key, with its deadline once it runs.
+    """
 
     process: BaseProcess
     pipe: Connection
@@ -270,7 +273,7 @@ class GpuProcess:
 
 @final
 class GraphsEngine(processes.Engine):
-    """Runs simulated trials in parallel, `lanes` of them on each GPU, or on the CPU if there is none."""
+    """Runs simulated trials in parallel, `lanes` (models with captured graphs) on each GPU, or on the CPU if there is none."""
 
     def __init__(self, run: processes.RunTrial, *, lanes: int, gpus: Sequence[str] = ()) -> None:
         processes.check_run(run)
@@ -295,7 +298,7 @@ class GraphsEngine(processes.Engine):
             self._children[gpu].pipe.send((claim.key, claim.spec))
 
     def _start_alone(self, *claims: Claim) -> None:
-        """Queue `claims` for a process of their own each, and start as many queued trials as slots are free."""
+        """Queue trials that need a process of their own each, and start as many queued trials as may run in parallel."""
         self._later.extend(claims)
         while self._later and len(self._others.pipes) < self._others.slots:
             self._others.start(self._later.popleft())
@@ -320,7 +323,7 @@ class GraphsEngine(processes.Engine):
         return ended
 
     def _receive(self, gpu: str | None) -> list[EndedTrial]:
-        """Return the trials that ended in the child process of `gpu`: all of them, without results, if it died or one is late."""
+        """Return the trials that ended in the child process of `gpu`; all, without results, if it died or one ran out of time."""
         child = self._children[gpu]
         ended: list[EndedTrial] = []
         try:
@@ -361,9 +364,10 @@ class GraphsEngine(processes.Engine):
 
 
 def serve(pipe: Connection, life: Connection, run: Any, resources: processes.TrialResources, lanes: int) -> None:
-    """Run trials that arrive through `pipe` on one GPU, in a process of its own, until it is closed.
+    """Run trials that arrive through `pipe` on one GPU until `pipe` is closed; this is the main function of a child process.
 
-    `run.setting(spec)` is the setup of a trial. The process also ends when the parent's end of `life` is closed.
+    `run.setting(spec)` is the setup of a trial, `resources` names the GPU, and `lanes` trials run in parallel. The process also ends
+    when the parent's end of `life` is closed.
     """
     processes.settle(life, resources)
     with suppress(EOFError, OSError):

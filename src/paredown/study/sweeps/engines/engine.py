@@ -44,11 +44,11 @@ class Engine(ABC):
 
     @abstractmethod
     def start(self, claim: Claim) -> None:
-        """Start a claimed trial; `wait` returns it when it has ended."""
+        """Start the trial of `claim`, which a worker has reserved in a store; `wait` returns it when it has ended."""
 
     @abstractmethod
     def wait(self, seconds: float) -> list[EndedTrial]:
-        """Return the trials that have ended, as soon as there are any; empty after `seconds`."""
+        """Return the trials that have ended, as soon as there are any; an empty list if none ends within `seconds`."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -83,7 +83,7 @@ def failed(spec: TrialSpec, reason: str, status: Status = Status.FAILED) -> Tria
 
 
 def deadline_of(claim: Claim) -> float | None:
-    """Return when a trial that starts now exceeds its time limit, on the monotonic clock; None without a limit."""
+    """Return the value of time.monotonic() at which a trial that starts now exceeds its time limit; None without a limit."""
     limit = claim.spec.settings.timeout_seconds
     return None if limit is None else time.monotonic() + limit
 
@@ -103,7 +103,7 @@ END_SECONDS = 5.0  # for a process to exit after it has sent its result; it is k
 
 
 class TrialResources(NamedTuple):
-    """The resources of one trial: a GPU (None: any), and a number of CPU threads."""
+    """What one trial may use: a GPU (None: any), and a number of CPU threads."""
 
     gpu: str | None
     threads: int
@@ -111,7 +111,7 @@ class TrialResources(NamedTuple):
 
 @dataclass
 class TrialProcess:
-    """The process of one trial, with its pipe, its GPU and its deadline."""
+    """A running process of LocalEngine: its trial, its pipe, its GPU (None: any) and its deadline (None: no time limit)."""
 
     claim: Claim
     process: BaseProcess
@@ -122,7 +122,7 @@ class TrialProcess:
 
 @final
 class LocalEngine(Engine):
-    """Runs trials in processes of this machine. `run` is pickled for them: a function of an importable module, or a picklable object."""
+    """Runs each trial in a process of its own on this machine. `run` must be picklable: a function of a module, or an object."""
 
     def __init__(self, run: RunTrial, *, slots: int = 1, gpus: Sequence[str] = (), preload: Sequence[str] = PRELOAD) -> None:
         check_run(run)
@@ -164,7 +164,7 @@ class LocalEngine(Engine):
 
 
 def check_run(run: RunTrial) -> None:
-    """Raise SweepError if child processes could not import `run`."""
+    """Raise SweepError if child processes cannot import `run`, the function that runs trials, since a script defines it."""
     if getattr(run, "__module__", None) == "__main__":
         raise SweepError(
             "the function that runs trials is defined in the script itself, and child processes cannot import it: move it to a module."
@@ -222,7 +222,7 @@ def _child(pipe: Connection, run: RunTrial, spec: TrialSpec, resources: TrialRes
 
 
 def settle(pipe: Connection, resources: TrialResources) -> None:
-    """Prepare a new child process for a trial: set GPU and threads, and end it when the parent, which holds `pipe`, ends."""
+    """Prepare a new child process for a trial: set its GPU and threads, and end it when the other end of `pipe` is closed."""
     os.setsid()  # a process group of its own, which can be killed as a whole
     os.dup2(sys.stderr.fileno(), 1)  # stdout belongs to the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
@@ -256,7 +256,7 @@ def without_main() -> Generator[None]:
 
 @final
 class InlineEngine(Engine):
-    """An engine that runs one trial at a time in the worker's own process."""
+    """Runs one trial at a time in the worker's own process."""
 
     def __init__(self, run: RunTrial) -> None:
         self._run = run

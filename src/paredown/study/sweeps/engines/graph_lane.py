@@ -29,20 +29,20 @@ from paredown.study.tasks.data import Pair
 from paredown.study.tasks.training import Loop, LossCurve, TrainingSetup, task_learning_rate, with_scores
 from paredown.study.tasks.trial import Status, Trial
 
-MAX_PENDING = 3  # points of a curve that were queued and not read
+MAX_PENDING = 3  # points of a loss curve that were queued on the device and not read yet
 NUM_WARMUPS = 2  # calls before the capture: kernels are compiled, and libraries allocate their workspaces
 NUM_CACHED_STATES = 4  # initial states of models that are kept on the device
 Replay = Callable[[], object]
 
 
 class InitialStates:
-    """A cache of the initial parameters and buffers of models on the device, by model and seed."""
+    """Caches the initial parameters and buffers of models on the device, by model and seed."""
 
     def __init__(self) -> None:
         self._states: OrderedDict[Any, list[Tensor]] = OrderedDict()
 
     def of(self, key: Any, setting: TrainingSetup) -> list[Tensor]:
-        """Return the initial parameters and buffers for the seed of `setting`; `key` identifies the model."""
+        """Return the initial parameters and buffers of the model that `key` identifies, for the seed of `setting`."""
         state = self._states.pop((key, setting.seed), None)
         if state is None:
             state = [tensor.detach().to(setting.device) for tensor in tensors_of(setting.model())]
@@ -60,19 +60,19 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 
 @dataclass
 class LaneRun:
-    """One training in a lane: its loss curve, and what of it is queued on the device."""
+    """One training in a lane (a model with captured graphs): its loss curve, its data, and how much of it is queued."""
 
     setting: TrainingSetup
     head: Trial
     curve: LossCurve
     tests: list[Pair]
     batches: Iterator[Pair] = field(default_factory=lambda: iter(()))
-    num_queued: int = 0  # steps
+    num_queued: int = 0  # steps queued so far
     is_judged: bool = False  # its evaluation on the test split is queued or done
 
 
 class Lane:
-    """A model with captured graphs of its training step, which trains one run after another."""
+    """Trains one run after another with one model and captured CUDA graphs of its training step and its evaluation."""
 
     def __init__(self, setting: TrainingSetup, key: Any, starts: InitialStates) -> None:
         self.setting, self._key, self._starts = setting, key, starts
@@ -100,7 +100,7 @@ class Lane:
         self._judges: dict[Any, tuple[Replay, Pair, Tensor]] = {}
 
     def _judge_of(self, x: Tensor, answers: Tensor) -> tuple[Replay, Pair, Tensor]:
-        """Return (replay function, inputs, output) of a captured graph that evaluates test batches shaped like this one."""
+        """Return (replay function, inputs, output) of a new captured graph that evaluates test batches shaped like these."""
         scores = torch.zeros(2, dtype=torch.float64, device=self.setting.device)
 
         def judge() -> None:
@@ -194,7 +194,7 @@ class Lane:
         self._results = self._sent(torch.stack(scores))
 
     def _has_arrived(self, run: LaneRun, *, blocks: bool) -> bool:
-        """Return whether all losses and scores of a run are on the host, and then complete its curve; `blocks` waits for them."""
+        """Return whether all losses and scores of a run are on the host; if so, complete its loss curve. `blocks` waits for them."""
         if not blocks and self._results is not None and not _is_ready(self._results):
             return False
         while self._points and run.curve.verdict is None:
@@ -228,7 +228,7 @@ class Lane:
         return host, event
 
     def close(self) -> None:
-        """Close the lane's session, which restores the unmodified model."""
+        """Close the session that applies plans to the lane's model, which restores the unmodified model."""
         self._session.close()
 
 

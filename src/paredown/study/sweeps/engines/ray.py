@@ -1,4 +1,4 @@
-"""The ray engine: one process per trial on a Ray cluster, either a running one that this machine belongs to, or a new local one.
+"""The ray engine runs a process per trial on a Ray cluster, either a running one that this machine belongs to, or a new local one.
 
 The worker on this machine accesses the store; trials run where Ray has free resources, each with its share of a GPU, and have access to
 neither the store nor its password. `RayOptions` says what Ray reserves for a trial, which nodes may run it, and its runtime environment.
@@ -92,7 +92,7 @@ class RayOptions:
 
 @dataclass(frozen=True)
 class RayTrial:
-    """A trial that Ray has queued or is running."""
+    """A trial that Ray has queued or is running; its host and its deadline are known once it runs."""
 
     claim: Claim
     host: str | None = None
@@ -101,7 +101,7 @@ class RayTrial:
 
 @final
 class RayEngine(Engine):
-    """An engine that runs trials as Ray tasks, a process each; `slots` None: as many as the cluster's nodes have resources for."""
+    """Runs each trial as a Ray task in a process of its own, `slots` in parallel; None: as many as the cluster has room for."""
 
     def __init__(self, run: RunTrial, *, slots: int | None = None, options: RayOptions | None = None) -> None:
         options = options or RayOptions()
@@ -212,7 +212,7 @@ def share_of_gpu(num_gpus: float, slots: int | None) -> float:
 
 
 def _run_remotely(run: RunTrial, spec: TrialSpec) -> Generator[str]:
-    """Yield JSON twice: at the start the host of this process and None, at the end the host and the trial."""
+    """Run a trial on the cluster; yield JSON of this host's name and None at the start, of the name and the trial at the end."""
     host = socket.gethostname()
     yield json.dumps([host, None])
     yield json.dumps([host, run_safely(run, spec).to_json()])
@@ -223,8 +223,8 @@ def _join(runtime_env: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
     A running cluster is that of RAY_ADDRESS or of `ray start` on this machine; if there is none, a new local one is started.
 
-    A runtime environment is that of the connection, since Ray then uploads folders of this machine (`working_dir`, `py_modules`). It is
-    returned as an option of tasks where the program was connected already.
+    The runtime environment is set for the connection, since Ray then uploads folders of this machine (`working_dir`, `py_modules`). If the
+    program was connected already, the environment is returned as an option of tasks instead.
     """
     try:
         import ray
