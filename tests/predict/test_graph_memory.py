@@ -104,6 +104,41 @@ def test_copies_of_one_tensor_are_one_kernel() -> None:
     assert births == [0, 0] and peak(memory) == 3  # both copies and the first product; the sine is freed before the second
 
 
+def test_kernels_that_are_far_apart_are_joined_if_one_reads_what_the_other_writes() -> None:
+    """A cast of a product's operand for backward stands at the end of a graph: it is written with the operand, which is then freed."""
+
+    def chain(x: Tensor, y: Tensor) -> Tensor:
+        for _ in range(70):
+            x = x @ y
+        return x
+
+    def cast_of_operand(x: Tensor, y: Tensor) -> Any:
+        operand = x.sin()
+        return chain(operand, y), operand.cos()
+
+    def cast_of_input(x: Tensor, y: Tensor) -> Any:
+        return chain(x.sin(), y), x.cos()
+
+    births = [memory_of(function).buffers[-1].birth for function in (cast_of_operand, cast_of_input)]
+    assert births == [0, 71]
+
+
+def test_kernels_of_packed_backward_graphs_are_in_the_order_of_their_last_operations() -> None:
+    """The sine and the last sum are one kernel, which needs a chain of products: by first operations, `side` comes after it."""
+
+    def function(x: Tensor, y: Tensor) -> Any:
+        h = x @ y
+        sine, side = h.sin(), h @ x
+        return sine, side, (h @ y @ y) + h
+
+    with FakeTensorMode():
+        graph = make_fx(function)(torch.empty(SIDE, SIDE), torch.empty(SIDE, SIDE)).graph
+    order = {
+        by_last: [b.birth for b in GraphMemory(graph, by_last=by_last).buffers if b.kind == "extern"] for by_last in (False, True)
+    }
+    assert order == {False: [0, 4, 1, 2], True: [0, 1, 2, 3]}
+
+
 def test_a_value_with_many_inputs_and_readers_is_written() -> None:
     def function(*inputs: Tensor) -> Any:
         h = sum(inputs[1:], start=inputs[0])

@@ -7,7 +7,7 @@ when it began. Memory inside of the graphs follows from their nodes (graph_memor
 
 A graph for CUDA is traced on the CPU with the operations that CUDA has (`DeviceForms`): Dynamo's own evaluation of shapes and dtypes
 (`run_node`) and the tracing of AOTAutograd both run in that mode. Inductor pads matrix products with sizes that are no multiples of 8 on
-CUDA where a timing favours that; here all large ones are padded.
+CUDA where a timing favours that; here all large ones are padded whose rows do not begin on a multiple of 4 bytes.
 """
 
 # pyright: reportPrivateUsage=false
@@ -45,6 +45,9 @@ from paredown.session.compiled.graph_slots import JointGraph, aten_name, module_
 from paredown.session.compiled.recomputed_tensors import is_tensor, save_recomputed
 
 PADDED_BYTES = 1 << 20  # matrix products whose output is larger are padded
+# The least that a GPU copies asynchronously to shared memory. Steps on an H200 hold copies of the gradient of logits that pad both products
+# of backward with 50,257 classes (GPT-2), and at most one of them with 30,522 (BERT).
+COPIED_BYTES = 4
 
 
 BITS = Format.parse("uint4/64@bf16+bf16").bits_per_value  # of inputs of norms in 4 bits
@@ -298,7 +301,7 @@ def _padding(device: str) -> Generator[None]:
         sizes = [*mat1.shape[-2:], mat2.shape[-1]]
         align = pad_mm.get_alignment_size(mat1)
         is_large = mat1.shape[-2] * mat2.shape[-1] * mat1.element_size() >= PADDED_BYTES
-        return bool(align) and is_large and any(pad_mm.get_padded_length(size, align) for size in sizes)
+        return bool(align) and is_large and any(size * mat1.element_size() % COPIED_BYTES for size in sizes)
 
     can_patch = device == "cuda" and hasattr(pad_mm, "should_pad")  # elsewhere nothing is padded
     with patch.object(pad_mm, "should_pad", should_pad) if can_patch else nullcontext():

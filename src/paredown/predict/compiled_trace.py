@@ -161,7 +161,8 @@ class StepSlots:
             partition = partition_of(call.graph)
             graphs = [gm for gm in (partition.forward, partition.backward) if gm is not None]
             for gm in graphs:
-                memories[gm] = memories.get(gm) or GraphMemory(gm.graph, on_cuda=on_cuda)
+                is_ordered = gm is partition.backward and partition is not call.graph.plain
+                memories[gm] = memories.get(gm) or GraphMemory(gm.graph, on_cuda=on_cuda, by_last=is_ordered)
             backward = memories[partition.backward] if partition.backward is not None else None
             self._add(GraphTimes(partition, memories[partition.forward], backward, call, end))
         self.slots = with_unique_names(self.slots)

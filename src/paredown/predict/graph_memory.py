@@ -39,6 +39,7 @@ from paredown.predict.fake.device_ops import CUDA_WORKSPACES, FLASH_COLUMNS, FLA
 from paredown.predict.fake.fake_tensors import DeviceForms, FakeTensors
 from paredown.predict.timeline import Timeline
 from paredown.session.compiled.graph_slots import hint
+from paredown.session.compiled.kernel_order import sorted_by_last
 from paredown.session.compiled.memory_orders import CONVOLUTIONS, keeps_layout
 
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
@@ -46,7 +47,7 @@ MAX_READS = 4  # Inductor's realize_reads_threshold
 MAX_ACCUMULATED_READS = 8  # its realize_acc_reads_threshold
 MAX_OPERATIONS = 30  # its realize_opcount_threshold
 MAX_FUSED = 64  # its max_fusion_size
-MAX_DISTANCE = 64  # kernels farther apart are not joined
+MAX_DISTANCE = 64  # kernels farther apart are not joined, unless one reads what the other writes
 
 
 OPERATIONS = {"decode": 14, "unpack_bits": 4}  # operations in the kernel of one node; other nodes have 1
@@ -94,10 +95,13 @@ class GraphValue:
 
 
 class GraphMemory:
-    """The buffers that Inductor would allocate for a graph, with the times at which kernels write and read them."""
+    """The buffers that Inductor would allocate for a graph, with the times at which kernels write and read them.
 
-    def __init__(self, graph: fx.Graph, *, on_cuda: bool = False) -> None:
-        self._on_cuda, self._keeps_layout = on_cuda, keeps_layout(graph)
+    `by_last`: kernels are in the order of their last operations, as in backward graphs of sessions (kernel_order.py).
+    """
+
+    def __init__(self, graph: fx.Graph, *, on_cuda: bool = False, by_last: bool = False) -> None:
+        self._by_last, self._on_cuda, self._keeps_layout = by_last, on_cuda, keeps_layout(graph)
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.buffers: list[Buffer] = []
         self._inputs_of_graph: list[Buffer] = []
@@ -237,7 +241,7 @@ class GraphMemory:
 
     def _schedule(self) -> None:
         """Set the times at which buffers are written and read, by the predicted order of kernels."""
-        order = kernel_order(self.buffers)
+        order = kernel_order(self.buffers, by_last=self._by_last)
         self.num_kernels = len(set(order.values()))
         for buffer in self.buffers:
             readers = {order[reader] for reader in buffer.readers}
@@ -325,11 +329,13 @@ def _nbytes(value: Any) -> int:
 class Kernel:
     """One kernel of a graph, which writes `buffers`, while it is decided which kernels Inductor would fuse.
 
-    `first` is the index of its first buffer in the graph. `domain` is the number of elements that it loops over, 0 if it cannot be fused.
+    `first` and `last` are the indices of its first and last buffer in the graph. `domain` is the number of elements that it loops over, 0
+    if it cannot be fused.
     """
 
     buffers: list[Buffer]
     first: int
+    last: int
     domain: int
     axis: str
 
@@ -337,10 +343,16 @@ class Kernel:
         """Return whether Inductor could fuse this kernel with `other`, if no cycle of dependencies results."""
         if not self.domain or self.domain != other.domain or (self.axis and other.axis and self.axis != other.axis):
             return False
-        if abs(self.first - other.first) > MAX_DISTANCE or len(self.buffers) + len(other.buffers) > MAX_FUSED:
+        if len(self.buffers) + len(other.buffers) > MAX_FUSED:
+            return False
+        if max(self.last - other.first, other.last - self.first) > MAX_DISTANCE and not (self.reads(other) or other.reads(self)):
             return False
         columns = {b for kernel in (self, other) for b in kernel.buffers if b.axis == "columns"}
         return not any(source in columns for kernel in (self, other) for b in kernel.buffers for source in b.sources)
+
+    def reads(self, other: Kernel) -> bool:
+        """Return whether this kernel reads a buffer that the other one writes."""
+        return any(source in other.buffers for buffer in self.buffers for source in buffer.sources)
 
 
 class Kernels:
@@ -352,8 +364,9 @@ class Kernels:
         self.of: dict[Buffer, Kernel] = {}
         for i, (buffer, alone) in enumerate(zip(buffers, is_alone, strict=True)):
             key = buffer.node if alone else buffer
-            kernel = together.setdefault(key, Kernel([], i, 0 if alone else buffer.domain, buffer.axis))
+            kernel = together.setdefault(key, Kernel([], i, i, 0 if alone else buffer.domain, buffer.axis))
             kernel.buffers.append(buffer)
+            kernel.last = i
             self.of[buffer] = kernel
 
     def join_all(self, buffers: list[Buffer]) -> None:
@@ -361,7 +374,8 @@ class Kernels:
         for _, one, two in sorted(_pairs(buffers), key=lambda pair: -pair[0]):
             a, b = self.of[one], self.of[two]
             if a is not b and a.can_join(b) and not (self._reaches(a, b) or self._reaches(b, a)):
-                a.buffers, a.first, a.axis = [*a.buffers, *b.buffers], min(a.first, b.first), a.axis or b.axis
+                a.buffers, a.axis = [*a.buffers, *b.buffers], a.axis or b.axis
+                a.first, a.last = min(a.first, b.first), max(a.last, b.last)
                 self.of.update(dict.fromkeys(b.buffers, a))
 
     def sources(self, kernel: Kernel) -> list[Kernel]:
@@ -391,12 +405,15 @@ def _pairs(buffers: list[Buffer]) -> Iterator[tuple[int, Buffer, Buffer]]:
             yield from ((shared.nbytes, one, two) for two in users[i + 1 :] if one.domain == two.domain and one is not two)
 
 
-def kernel_order(buffers: list[Buffer]) -> dict[Buffer, int]:
-    """Return the position of each buffer's kernel in the order in which the fused kernels run."""
+def kernel_order(buffers: list[Buffer], *, by_last: bool = False) -> dict[Buffer, int]:
+    """Return the position of each buffer's kernel among the fused kernels, in the order of their first or last operations."""
     kernels = Kernels(buffers)
     kernels.join_all(buffers)
+    found = sorted(dict.fromkeys(kernels.of.values()), key=lambda kernel: kernel.first)
+    if by_last:
+        found = sorted_by_last({kernel: kernels.sources(kernel) for kernel in found}, {kernel: kernel.last for kernel in found})
     placed: dict[Kernel, int] = {}
-    for kernel in sorted(dict.fromkeys(kernels.of.values()), key=lambda kernel: kernel.first):
+    for kernel in found:
         stack = [kernel]
         while stack:
             missing = [source for source in kernels.sources(stack[-1]) if source not in placed]

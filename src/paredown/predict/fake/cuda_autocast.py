@@ -40,6 +40,24 @@ def cuda_autocast(dtype: torch.dtype | None, free_casts: Callable[[], None]) -> 
 
 
 @contextmanager
+def autocast_backward() -> Generator[None]:
+    """Return a context in which matrix products of autograd's backward cast their operands, if autocast for CUDA is on.
+
+    AOTAutograd traces backward under the autocast of forward. On fake CPU tensors autograd's operations read the state of the CPU, whose
+    autocast casts the same products.
+    """
+    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    if torch.is_autocast_enabled("cuda"):
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_dtype("cpu", torch.get_autocast_dtype("cuda"))
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cpu", before[0])
+        torch.set_autocast_dtype("cpu", before[1])
+
+
+@contextmanager
 def _every_autocast_is_for_cuda(free_casts: Callable[[], None]) -> Generator[None]:
     """Return a context in which torch.autocast sets CUDA's autocast state, whatever device it names."""
     kind, common = torch.amp.autocast_mode.autocast, torch.cuda.amp.common

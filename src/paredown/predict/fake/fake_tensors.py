@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from paredown.autograd.hooks import Hook
 from paredown.errors import TraceError
 from paredown.predict.fake import device_ops
-from paredown.predict.fake.cuda_autocast import cuda_autocast
+from paredown.predict.fake.cuda_autocast import autocast_backward, cuda_autocast
 from paredown.predict.fake.tensor_values import ValuedFakeMode
 from paredown.session.weights.packed_experts import BY_GROUPS, ExpertWeights, expert_weights, function_name, is_decoded_by_groups
 
@@ -312,7 +312,7 @@ class DeviceForms(TorchFunctionMode):
         if isinstance(func, FunctionType) and (func.__module__ in IN_PYTHON or func in BACKWARD):
             body = self._body(func)
             if body is not None:
-                with self:
+                with self, autocast_backward() if self._in_graph and func in BACKWARD else nullcontext():
                     return body(*args, **kwargs)
         if not self._in_graph:
             args, kwargs = self._on_fake_cpu_tensors(name, args, kwargs)

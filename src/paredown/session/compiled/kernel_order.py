@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections import Counter
-from typing import Any, final
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar, final
 
 import torch
 import torch._inductor.custom_graph_pass as custom_graph_pass
@@ -47,6 +47,7 @@ MAX_ROW = 4096  # values
 MIN_SPLIT = 1 << 20  # values of a convolution's input; smaller ones are not worth another call of the host
 CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 
+Node = TypeVar("Node")
 SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)  # torch 2.13
 
 
@@ -70,23 +71,27 @@ class ByLastOperation(SchedulerPass):
 def by_last_operation(nodes: list[Any]) -> list[Any]:
     """Return fused kernels in the order of the last operation of each, behind the kernels that they depend on."""
     makers = {name: node for node in nodes for name in node.get_buffer_names()}
-    users: dict[Any, list[Any]] = {node: [] for node in nodes}
-    missing: Counter[Any] = Counter()
-    for node in nodes:
-        before = {makers[dep.name] for dep in node.unmet_dependencies if dep.name in makers} - {node}
-        missing[node] = len(before)
+    sources = {node: {makers[dep.name] for dep in node.unmet_dependencies if dep.name in makers} - {node} for node in nodes}
+    return sorted_by_last(sources, {node: node.max_order for node in nodes})
+
+
+def sorted_by_last(sources: Mapping[Node, Collection[Node]], last: Mapping[Node, int]) -> list[Node]:
+    """Return the keys of `sources` in the order of `last`, each behind its own sources; unchanged if there is a cycle."""
+    places = {node: place for place, node in enumerate(sources)}
+    missing = {node: len(before) for node, before in sources.items()}
+    users: dict[Node, list[Node]] = {node: [] for node in sources}
+    for node, before in sources.items():
         for other in before:
             users[other].append(node)
-    ready = [(node.max_order, place, node) for place, node in enumerate(nodes) if not missing[node]]
-    places, order = {node: place for place, node in enumerate(nodes)}, list[Any]()
+    ready, nodes, order = [(last[node], places[node]) for node in sources if not missing[node]], list(sources), list[Node]()
     heapq.heapify(ready)
     while ready:
-        _, _, node = heapq.heappop(ready)
+        node = nodes[heapq.heappop(ready)[1]]
         order.append(node)
         for user in users[node]:
             missing[user] -= 1
             if not missing[user]:
-                heapq.heappush(ready, (user.max_order, places[user], user))
+                heapq.heappush(ready, (last[user], places[user]))
     return order if len(order) == len(nodes) else nodes
 
 
