@@ -29,7 +29,12 @@ WORDS = {
     "by hand": "an eager loop",
     "compiled": "`torch.compile`",
 }  # names in results: names on the page
-TRIED = ("fp8@notranspose", "fp8@loops")  # ways of bench_products.py without a part of the code, which only the log speaks of
+TRIED = (
+    "fp8@notranspose",
+    "fp8@loops",
+    "fp8@all",
+    "fp8+half@all",
+)  # ways of bench_products.py without a part of the code, which only the log speaks of
 LOWER = ("budget=0.5", "budget=0.3")  # torch's budgets that take longer, for about the same memory
 PLANNED = ("trace_step", "assign 90%", "assign 65%", "a step", "probe, 16", "write", "64")
 # Rows of the README: name, file, field of its jobs, job, way, the way that it is compared with.
@@ -40,7 +45,8 @@ HEADLINE = (
     ("GPT-2 124M, 16 x 1024 tokens, `int4/64`", "language", "job", "gpt2", "compiled-int4", "compiled"),
     ("BERT-base, 32 x 512 tokens, 8 bits", "zoo", "network", "bert", "int8", "compiled"),
     ("Qwen3-shaped, 4 x 1024 tokens, 8 bits", "zoo", "network", "qwen3", "int8", "compiled"),
-    ("Llama 8B's widths, 4 layers, all `fp8`", "products", "case", "llama-8b-4-layers", "fp8@all", "compiled"),
+    ("Llama-shaped, 1B, 4 x 2048 tokens, `fp8`", "products", "case", "llama-1b", "fp8", "compiled"),
+    ("Llama 8B's widths, 4 layers, `fp8`", "products", "case", "llama-8b-4-layers", "fp8", "compiled"),
     ("LoRA of Llama 8B, 4096 tokens, nf4 base", "language", "job", "lora", "paredown-nf4", "qlora-double"),
     ("AdamW over 355M parameters, `lpmm`", "optim", "job", "355M", "AdamW paredown lpmm", "AdamW torch fused bfloat16"),
 )
