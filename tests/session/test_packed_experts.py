@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paredown as pare
 from paredown import Plan, apply
+from paredown.errors import ApplyError
 from paredown.optim.packed_parameter import PackedParameter
 from paredown.optim.packed_weight import pack
 from paredown.plan.explanation import explain_slots
@@ -381,3 +382,69 @@ def test_autograd_functions_of_other_code_get_all_experts(is_adapted: bool) -> N
     with apply(NF4, model):
         for found, wanted in zip(step(model, x), expected, strict=True):
             assert (found - wanted).norm() < 1e-5 * wanted.norm()  # sums over experts, in another order
+
+
+def adapted_sum(run: Callable[[Any, Tensor, Tensor], None]) -> None:
+    """Call run(W + B A or W, B, x) inside of the forward of packed experts with adapters."""
+    torch.manual_seed(0)
+    called: list[bool] = []
+
+    def forward(experts: Any, x: Tensor, _: Tensor) -> Tensor:
+        run(experts.up, model.left, x)
+        called.append(True)
+        return x
+
+    model = AdaptedExperts(Experts(forward))
+    with apply(NF4, model):
+        model(torch.randn(4, WIDTH), torch.zeros(4))
+    assert called
+
+
+@pytest.mark.parametrize("write", ["mul_", "__imul__", "register_hook", "retain_grad"])
+def test_what_would_have_no_effect_on_views_and_sums_is_refused(write: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their values exist only inside of products: a write to a decoded copy would be lost, and a hook never run."""
+    monkeypatch.setattr(packed_experts, "GROUP_BYTES", EXPERT_BYTES)
+    argument: tuple[Any, ...] = {"register_hook": (lambda grad: grad,), "retain_grad": ()}.get(write, (2,))
+
+    def run(weight: Any, left: Tensor, x: Tensor) -> None:
+        for view in (weight, weight[1], weight.mT):
+            with torch.no_grad(), pytest.raises(ApplyError, match="was called on a view of packed experts"):
+                getattr(view, write)(*argument)
+
+    adapted_sum(run)
+
+
+def test_an_adapter_that_is_written_to_after_it_was_added_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_experts, "GROUP_BYTES", EXPERT_BYTES)
+
+    def run(weight: Any, left: Tensor, x: Tensor) -> None:
+        view = weight[1].mT
+        with torch.no_grad():
+            left.mul_(2)
+        for use in (lambda: x @ view, lambda: functional.linear(x, weight[1]), lambda: weight.sum()):
+            with pytest.raises(ApplyError, match="an adapter of packed experts was written to after it was added"):
+                use()
+
+    adapted_sum(run)
+
+
+def test_offsets_of_inference_mode_are_read_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no version that tells whether they were written to."""
+    monkeypatch.setattr(packed_experts, "GROUP_BYTES", EXPERT_BYTES)
+    torch.manual_seed(0)
+    offsets: list[Tensor] = []
+
+    def forward(experts: Any, x: Tensor, ends: Tensor) -> Tensor:
+        offsets[0].copy_(ends)
+        return torch._grouped_mm(x, experts.up.mT, offs=offsets[0])
+
+    x, ends = torch.randn(TOKENS, WIDTH), [torch.arange(5, 45, 5, dtype=torch.int32), torch.full((NUM,), 40, dtype=torch.int32)]
+    model = Experts(forward)
+    with apply(NF4, model) as session:
+        with session.unpacked():
+            plain = copy.deepcopy(model.up.detach())
+        with torch.inference_mode():
+            offsets.append(torch.zeros(NUM, dtype=torch.int32))
+            found = [model(x, one) for one in ends]
+    for one, result in zip(ends, found, strict=True):
+        assert torch.allclose(result, torch._grouped_mm(x, plain.mT, offs=one), atol=1e-4)

@@ -28,12 +28,24 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
+from paredown.errors import ApplyError
 from paredown.optim.packed_parameter import PackedParameter
 from paredown.optim.packed_weight import KEY, KINDS, SIZES, VALUES, Weight, weight_of
 
 GROUP_BYTES = 64 << 20  # 10 experts of Qwen3-30B-A3B in bfloat16, and 13 groups: more launches take host time, fewer take memory
 NDIM = 3
 ENDS = "_paredown_ends"  # attribute of offsets: (their version, their values)
+OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+IN_PLACE = tuple(f"__i{name}__" for name in OPERATORS)
+REFUSED = ("register_hook", "retain_grad")  # of a weight that exists only inside of products
+NOT_A_TENSOR = (
+    "{} was called on a view of packed experts, or on their sum with adapters, whose values exist only inside of products: it would have "
+    "no effect. Write to the parameter itself (weight[1] = values) or inside session.unpacked(); hooks belong on the adapters."
+)
+CHANGED_FACTORS = (
+    "an adapter of packed experts was written to after it was added to their weight: the sum is computed where it is multiplied, and would "
+    "have the new values. Add the adapter (torch.baddbmm) again after the update."
+)
 NODES = {"grouped_mm": "GroupedMm", "bmm": "Bmm", "mm": "Mm"}  # rows of the table of operations (autograd/operations.py)
 
 
@@ -155,6 +167,7 @@ class ExpertWeights(Tensor):
 
     experts: ExpertRange
     factors: tuple[Tensor, ...]  # of adapters, (B, A) or none
+    versions: tuple[int, ...]  # of the factors, when they were added
 
     @staticmethod
     def __new__(cls: type[ExpertWeights], experts: ExpertRange, factors: tuple[Tensor, ...], device: torch.device) -> ExpertWeights:
@@ -162,7 +175,7 @@ class ExpertWeights(Tensor):
         made: ExpertWeights = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, experts.size, dtype=experts.source.dtype, device=device
         )
-        made.experts, made.factors = experts, factors
+        made.experts, made.factors, made.versions = experts, factors, tuple(map(version_of, factors))
         return made
 
     @classmethod
@@ -172,6 +185,8 @@ class ExpertWeights(Tensor):
         if result is not NotImplemented:
             return result
         name = function_name(func)
+        if (name in REFUSED or is_in_place(name)) and args and isinstance(args[0], ExpertWeights):
+            raise ApplyError(NOT_A_TENSOR.format(name))
         is_attribute = getattr(func, "__name__", "") == "__get__" and name not in VALUES
         if is_attribute or name in (*SIZES, *KINDS):
             with torch._C.DisableTorchFunction():  # of modes too: a trace's would call this again
@@ -187,6 +202,7 @@ class ExpertWeights(Tensor):
 
     def whole(self, function: str) -> Tensor:
         """Return the values of all experts, which a function of this name needs."""
+        self.check_factors()
         experts = self.experts
         whole = experts.source.whole(function)[experts.first : experts.last]
         if self.factors:
@@ -198,7 +214,16 @@ class ExpertWeights(Tensor):
     def replaced(self, factors: tuple[Tensor, ...], **changes: Any) -> ExpertWeights:
         """Return these weights with other factors of adapters, and other fields of `ExpertRange`."""
         experts = replace(self.experts, **changes)
-        return AdaptedWeights.apply(experts, self.device, *factors) if factors else ExpertWeights(experts, (), self.device)  # type: ignore[return-value]
+        if not factors:
+            return ExpertWeights(experts, (), self.device)
+        made: Any = AdaptedWeights.apply(experts, self.device, *factors)
+        made.versions = self.versions or made.versions
+        return made
+
+    def check_factors(self) -> None:
+        """Raise ApplyError if an adapter was written to after it was added: its sum with the weight is computed only now."""
+        if tuple(map(version_of, self.factors)) != self.versions:
+            raise ApplyError(CHANGED_FACTORS)
 
 
 class AdaptedWeights(torch.autograd.Function):
@@ -243,7 +268,7 @@ def call_by_groups(func: Any, args: Any, kwargs: Any) -> Any:
     form = BY_GROUPS.get(name)
     if form is None or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return NotImplemented
-    if not isinstance(args[name in PRODUCTS] if len(args) > 1 else args[0], ExpertWeights):
+    if not args or not isinstance(args[name in PRODUCTS] if len(args) > 1 else args[0], ExpertWeights):
         return NotImplemented
     try:
         _signature(form).bind(*args, **kwargs)
@@ -253,6 +278,17 @@ def call_by_groups(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _signature = cache(inspect.signature)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the version counter of a tensor, which writes increase; 0 for inference tensors, which have none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def is_in_place(name: str) -> bool:
+    """Return whether a function of torch with this name writes to its first argument."""
+    is_method = name.endswith("_") and not name.endswith("__")
+    return is_method or name == "__setitem__" or name in IN_PLACE
 
 
 def function_name(func: Any) -> str:
@@ -265,7 +301,7 @@ def function_name(func: Any) -> str:
 
 def _transpose(weights: ExpertWeights, first: int = -1, second: int = -2) -> Any:
     ndim = weights.ndim
-    if {first % ndim, second % ndim} != {ndim - 2, ndim - 1}:
+    if not {first, second} <= set(range(-ndim, ndim)) or {first % ndim, second % ndim} != {ndim - 2, ndim - 1}:
         return NotImplemented
     return weights.replaced(weights.factors, is_transposed=not weights.experts.is_transposed)
 
@@ -295,7 +331,8 @@ def _add_product(weights: Any, left: Any, right: Any, *, beta: float = 1, alpha:
     size = left.ndim == right.ndim == NDIM and (*left.shape[:2], right.shape[2])
     if weights.factors or experts.is_transposed or size != tuple(weights.shape) or beta != 1 or len(dtypes) > 1:
         return NotImplemented
-    return weights.replaced((left, right), alpha=alpha)
+    factors = (left, right) if torch.is_grad_enabled() else (left.detach(), right.detach())  # products may run with gradients
+    return weights.replaced(factors, alpha=alpha)
 
 
 def _product(x: Any, weights: Any) -> Any:
@@ -320,11 +357,10 @@ def _grouped_product(x: Any, weights: Any, offs: Any = None, bias: Any = None, o
     dtypes = {x.dtype, weights.dtype, out_dtype or x.dtype}
     if (x.ndim, weights.ndim) != (NDIM - 1, NDIM) or len(dtypes) > 1:
         return NotImplemented
-    version = 0 if offs.is_inference() else offs._version
     known, ends = getattr(offs, ENDS, (-1, None))
-    if ends is None or known != version:
+    if ends is None or offs.is_inference() or known != offs._version:
         ends = weights.experts.source.ends(offs, len(x))
-        setattr(offs, ENDS, (version, ends))
+        setattr(offs, ENDS, (version_of(offs), ends))
     return _multiply(x, weights, "grouped_mm", offs, ends)
 
 
@@ -334,6 +370,7 @@ def _is_plain(tensor: Any) -> bool:
 
 def _multiply(x: Tensor, weights: ExpertWeights, kind: str, offsets: Tensor | None = None, ends: list[int] | None = None) -> Any:
     """Return the product of `x` with the weights, after the casts of autocast, which covers all kinds but grouped products."""
+    weights.check_factors()
     dtype, device_type = weights.dtype, weights.experts.source.device_type
     if kind != "grouped_mm" and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
