@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from math import sqrt
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
-from paredown import Plan, Session, apply
+from paredown import Plan, Role, Session, apply, footprint, trace_step
+from tests.support.memory import peak_bytes
 
 INT8, INT4 = "int8/64@bf16", "int4/64@bf16"
 ROWS, WIDTH = 128, 64  # 8192 values: more than the 4096 from which on tensors are packed
@@ -102,3 +105,19 @@ def error_of(model: nn.Module, *inputs: Any, format: str = INT8, **options: Any)
     plain, found, _ = both(model, *inputs, plan=activations(format), **options)
     assert all(g.isfinite().all() for g in found)
     return relative_error(found, plain)
+
+
+def frozen_peaks(model: nn.Module, plan: Plan, x: Tensor, folder: Path) -> tuple[int, int]:
+    """Predicted and measured peak of a step that trains `model` to return `x`, without what is stored: temporaries alone."""
+    trace = trace_step(model, (x, x), loss=mse_loss, optimizer="sgd", device="cpu")
+    foot = footprint(trace, plan)
+    with apply(plan, model):
+
+        def run() -> None:
+            mse_loss(model(x), x).backward()
+            model.zero_grad()
+
+        run()
+        measured = peak_bytes(run, folder)
+    stored = sum(foot.by_role.get(role, 0) for role in (Role.WEIGHT, Role.INPUT))
+    return foot.peak_bytes - stored, measured

@@ -23,9 +23,8 @@ from paredown import Plan, apply
 from paredown.optim.packed_parameter import PackedParameter
 from paredown.optim.packed_weight import Weight
 from paredown.plan.explanation import explain_slots
-from tests.session.nets import assert_same
+from tests.session.nets import assert_same, frozen_peaks
 from tests.session.test_weights import alive, saved_sizes
-from tests.support.memory import peak_bytes
 
 SIDE, RANK, TOKENS = 96, 4, 20
 NUM = 16  # experts
@@ -604,15 +603,5 @@ def test_peaks_of_frozen_experts_are_predicted(is_adapted: bool, mode: str, tmp_
     """Experts are decoded together while their module runs, and a weight that an adapter replaces while the sum is computed."""
     model, x = ExpertLayers(is_adapted, mode == "checkpoints"), torch.randn(4, SIDE)  # nearly all bytes are those of weights
     plan = NF4.recomputing("layers.*") if mode == "plan" else NF4
-    trace = pare.trace_step(model, (x, x), loss=functional.mse_loss, optimizer="sgd", device="cpu")
-    foot = pare.footprint(trace, plan)
-    with apply(plan, model):
-
-        def run() -> None:
-            functional.mse_loss(model(x), x).backward()
-            model.zero_grad()
-
-        run()
-        measured = peak_bytes(run, tmp_path)
-    stored = sum(foot.by_role.get(role, 0) for role in (pare.Role.WEIGHT, pare.Role.INPUT))
-    assert foot.peak_bytes - stored == pytest.approx(measured, rel=0.05)
+    predicted, measured = frozen_peaks(model, plan, x, tmp_path)
+    assert predicted == pytest.approx(measured, rel=0.05)

@@ -22,8 +22,7 @@ from paredown.optim.packed_weight import pack
 from paredown.plan.explanation import explain_slots
 from paredown.session.weights import packed_experts
 from tests.models.test_lora import mixture_of_experts
-from tests.session.nets import assert_same
-from tests.support.memory import peak_bytes
+from tests.session.nets import assert_same, frozen_peaks
 
 NUM, WIDTH, INNER, RANK, TOKENS = 8, 256, 384, 2, 40
 NF4 = Plan.uniform(frozen="nf4/64@bf16")
@@ -180,19 +179,9 @@ def test_peaks_are_those_of_one_group(
     monkeypatch.setattr(packed_experts, "GROUP_BYTES", 2 * EXPERT_BYTES)
     model, x = Layers(forward, is_adapted=is_adapted, checkpoints=mode == "checkpoints"), torch.randn(NUM, WIDTH)
     plan = NF4.recomputing("layers.*") if mode == "plan" else NF4
-    trace = pare.trace_step(model, (x, x), loss=functional.mse_loss, optimizer="sgd", device="cpu")
-    foot = pare.footprint(trace, plan)
-    with apply(plan, model):
-
-        def run() -> None:
-            functional.mse_loss(model(x), x).backward()
-            model.zero_grad()
-
-        run()
-        measured = peak_bytes(run, tmp_path)
-    stored = sum(foot.by_role.get(role, 0) for role in (pare.Role.WEIGHT, pare.Role.INPUT))
+    predicted, measured = frozen_peaks(model, plan, x, tmp_path)
     assert measured < NUM * EXPERT_BYTES
-    assert foot.peak_bytes - stored == pytest.approx(measured, rel=0.05)
+    assert predicted == pytest.approx(measured, rel=0.05)
 
 
 def summed(experts: Any, x: Tensor, chosen: Tensor) -> Tensor:
